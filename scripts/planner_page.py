@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
 from titanmoe.components import COMPONENTS  # noqa: E402
-from titanmoe.config.fields import flatten, with_values  # noqa: E402
+from titanmoe.config.fields import flatten, replace_marked, with_values  # noqa: E402
 from titanmoe.config.load import load, read_draft  # noqa: E402
 from titanmoe.config.recipe import find_recipe, shipped_recipes  # noqa: E402
 from titanmoe.config.schema import Config, Model  # noqa: E402
@@ -525,7 +525,7 @@ def folding_tables(gains: list[Json]) -> str:
 # ---- the pages
 
 
-def replace_marked(page: Path, option: str, *texts: str) -> None:
+def write_marked(page: Path, option: str, *texts: str) -> None:
     """Replace what stands on a page between each mark "from here: ... planner_page.py OPTION" and the next "to here".
 
     Args:
@@ -534,9 +534,7 @@ def replace_marked(page: Path, option: str, *texts: str) -> None:
         texts: the new text for each such mark, in order, with a line break at its end; ValueError for another number.
     """
     mark, end = f"<!-- from here: {f'python scripts/planner_page.py {option}'.strip()} -->\n", "<!-- to here -->\n"
-    before, *parts = page.read_text(encoding="utf-8").split(mark)
-    parts = [text + end + part.partition(end)[2] for text, part in zip(texts, parts, strict=True)]
-    page.write_text(mark.join([before, *parts]), encoding="utf-8")
+    page.write_text(replace_marked(page.read_text(encoding="utf-8"), mark, end, *texts), encoding="utf-8")
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -551,18 +549,18 @@ def main(words: Sequence[str] | None = None) -> None:
     if args.folding:
         gains = folding_gains()
         FOLDING.write_text(json_lines(gains), encoding="utf-8")
-        replace_marked(FOLDING_PAGE, "--folding", "\n" + folding_tables(gains) + "\n")
+        write_marked(FOLDING_PAGE, "--folding", "\n" + folding_tables(gains) + "\n")
     elif args.memory is not None:
         rows = memory_rows(args.memory)
         MEMORY.write_text(json_lines(dict(zip(MEMORY_HEAD, row, strict=True)) for row in rows), encoding="utf-8")
-        replace_marked(PAGE, "--memory", "\n" + memory_table(rows) + "\n")
+        write_marked(PAGE, "--memory", "\n" + memory_table(rows) + "\n")
     elif args.fit:
         print(json.dumps(asdict(fit(read_rows()))))
     else:
         rows = read_rows() + read_rows(LATER)
         priced = priced_rows(rows, Factors())
         not_judged = priced_rows(rows, Factors(), comparable=False)
-        replace_marked(PAGE, "", accuracy(priced, not_judged), published_memory(rows))
+        write_marked(PAGE, "", accuracy(priced, not_judged), published_memory(rows))
         EVERY.write_text(every_row(priced + not_judged), encoding="utf-8")
 
 

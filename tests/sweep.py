@@ -26,6 +26,7 @@ from tests import parity
 from tests.support import case_features
 from tests.support.case_features import CP_KINDS, FEATURES, OPTIONS, SCHEDULES, TRAINED, changes
 from tests.support.covering_mappings import all_folds, case_id, cover, degrees, has_several_ranks
+from titanmoe.config.fields import replace_marked
 from titanmoe.fold.degrees import Fold
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -244,9 +245,7 @@ def marks(optimizer: str) -> tuple[str, str]:
 
 
 def write(rows: list[Row], optimizer: str) -> None:
-    begin, end = marks(optimizer)
-    before, _, rest = PAGE.read_text().partition(begin)
-    PAGE.write_text(f"{before}{begin}\n\n{page(rows, optimizer)}\n\n{end}{rest.partition(end)[2]}")
+    PAGE.write_text(replace_marked(PAGE.read_text(), *marks(optimizer), f"\n\n{page(rows, optimizer)}\n\n"))
 
 
 def main() -> int:

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
+from titanmoe.config.fields import replace_marked  # noqa: E402
 from titanmoe.config.schema import Model  # noqa: E402
 from titanmoe.mask import CAUSAL, BlockPair, Mask, branches, ends, spans  # noqa: E402
 from titanmoe.models.families import preset  # noqa: E402
@@ -238,8 +239,7 @@ def main(argv: list[str] | None = None) -> None:
     print(table(rows))
     if args.write:
         PICTURE.write_text(picture(rows))
-        before, _, rest = PAGE.read_text().partition(BEGIN)
-        PAGE.write_text(f"{before}{BEGIN}\n\n{table(rows)}\n\n{END}{rest.partition(END)[2]}")
+        PAGE.write_text(replace_marked(PAGE.read_text(), BEGIN, END, f"\n\n{table(rows)}\n\n"))
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from statistics import median
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
+from titanmoe.config.fields import replace_marked  # noqa: E402
 from titanmoe.report.charts import Curve, curves_chart  # noqa: E402
 from titanmoe.report.draw import LIGHT, svg  # noqa: E402
 
@@ -124,8 +125,7 @@ def plot(rows: list[dict]) -> str:
 def write(rows: list[dict]) -> None:
     """Write table and plot into docs/."""
     (ROOT / "docs" / "optimizers.svg").write_text(plot(rows))
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n\n{table(rows)}\n\n{END}{rest.partition(END)[2]}")
+    PAGE.write_text(replace_marked(PAGE.read_text(), BEGIN, END, f"\n\n{table(rows)}\n\n"))
 
 
 def check() -> None:

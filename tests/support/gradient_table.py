@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from tests import parity, world
 from tests.support import case_features
 from tests.support.blame import DATA, sharded_axes, sums_in_backward, view_of, what_sums
+from titanmoe.config.fields import replace_marked
 from titanmoe.fold.degrees import Fold
 from titanmoe.fold.rank_groups import coordinates, group_of
 from titanmoe.moe.router import Router
@@ -197,9 +198,7 @@ def table() -> str:
 
 def replace_table(page: str) -> str:
     """Return the page's text with a new table between BEGIN and END, for which steps run on 4 ranks."""
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n\n{table()}\n{END}{after}"
+    return replace_marked(page, BEGIN, END, f"\n\n{table()}\n")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """The schema as a flat dict of fields by path ("parallelism.experts.ep"), and what is printed from it.
 
 `load` reads recipes with `fields` and `build`; `with_values` changes a config; `to_toml` writes resolved recipes,
-`help_page` prints --help and `update_page` rewrites docs/config.md. Docstrings come from the source of
-`titanmoe.config.schema`.
+`help_page` prints --help, `update_page` rewrites docs/config.md, `replace_marked` what stands between marks of any
+page. Docstrings come from the source of `titanmoe.config.schema`.
 """
 
 from __future__ import annotations
@@ -304,6 +304,14 @@ def update_page(page: str) -> str:
     """Return the text of docs/config.md with its generated reference rewritten; other pages as they are."""
     if BEGIN not in page:
         return page
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n\n{markdown()}\n{END}{after}"
+    return replace_marked(page, BEGIN, END, f"\n\n{markdown()}\n")
+
+
+def replace_marked(page: str, begin: str, end: str, *texts: str) -> str:
+    """Return a page with what stands between each mark `begin` and the next mark `end` replaced.
+
+    `texts` has the new text for each mark `begin`, in order; ValueError for another number.
+    """
+    before, *parts = page.split(begin)
+    parts = [text + end + part.partition(end)[2] for text, part in zip(texts, parts, strict=True)]
+    return begin.join([before, *parts])

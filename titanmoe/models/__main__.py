@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+from titanmoe.config.fields import replace_marked
 from titanmoe.config.schema import Model
 from titanmoe.models.count import flops_per_token, parameters
 from titanmoe.models.families import names, preset
@@ -21,9 +22,7 @@ def renew(page: str) -> str:
             model = Model(**preset(family, size))
             count, gflops = parameters(model), flops_per_token(model, 4096) / 1e9
             lines.append(f"| {family} | {size} | {count.total:,} | {count.active:,} | {gflops:.3f} |")
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return "\n".join([f"{before}{BEGIN}\n", *lines, f"\n{END}{after}"])
+    return replace_marked(page, BEGIN, END, "\n".join(["\n", *lines, "\n"]))
 
 
 if __name__ == "__main__":
