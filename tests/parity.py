@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from tests import reference, world
 from tests.support import blame, emulated_deep_ep, unwritten_rows  # noqa: F401 (what importing them changes)
 from tests.support.parity_errors import NUMERICS, TOLERANCE, compare, nan_to_inf, relative_error, tolerance, worst_error
+from titanmoe.config.command_line import to_words
 from titanmoe.config.schema import Config
 from titanmoe.data.batch import COMPLETION, PAIRS, REFERENCE, WEIGHT, Batch
 from titanmoe.data.loader import Loader
@@ -76,16 +77,9 @@ SAVING = TINY | {
 
 def arguments(changes: dict[str, Any]) -> list[str]:
     """Return recipe keys and values as words of a command line."""
-
-    def text(value: Any) -> list[str]:
-        if isinstance(value, bool):
-            return [str(value).lower()]
-        return [str(v) for v in value] or [""] if isinstance(value, list) else [str(value)]
-
     words = []
     for key, value in changes.items():
-        inner = {f"{key}.{name}": item for name, item in value.items()} if isinstance(value, dict) else {}
-        words += arguments(inner) if isinstance(value, dict) else [f"--{key}", *text(value)]
+        words += to_words({f"{key}.{n}": x for n, x in value.items()} if isinstance(value, dict) else {key: value})
     return words
 
 

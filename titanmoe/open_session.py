@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from titanmoe.components import COMPONENTS
+from titanmoe.config.command_line import to_words
 from titanmoe.config.schema import Config
 from titanmoe.moe.dispatchers.dispatcher_spec import with_dispatcher
 from titanmoe.session import Session
@@ -45,7 +46,7 @@ def open_session(
             loaded, or `ids` leave a rank of the vocabulary without any.
     """
     # The recipe's data is not opened, so it cannot say how many steps an epoch has.
-    words = [str(recipe), *_command_line({"training.epochs": 0} | dict(changes or {}))]
+    words = [str(recipe), *to_words({"training.epochs": 0} | dict(changes or {}))]
     config = read_config(words, world_size(), COMPONENTS)
     if not trains:
         config = scoring_config(config)
@@ -75,14 +76,3 @@ def _joined_runtime(config: Config) -> Runtime:
     on_gpu = uses_gpu(config.training.device)
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     return Runtime(rank, local, dist.get_world_size(), device, keep_timeouts=True)
-
-
-def _command_line(changes: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the words that set options on a command line: "--training.steps", "100" for {"training.steps": 100}.
-
-    A boolean is "true" or "false", each item of a list a word of its own, an empty list the word "".
-    """
-    for path, value in changes.items():
-        yield f"--{path}"
-        values: Sequence[Any] = value if isinstance(value, list | tuple) else [value]
-        yield from (str(x).lower() if isinstance(x, bool) else str(x) for x in values or [""])

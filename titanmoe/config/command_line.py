@@ -1,4 +1,4 @@
-"""Parsing of a command line into the recipe, overrides of fields, and problems.
+"""Parsing of a command line into the recipe, overrides of fields, and problems; and the words that set fields.
 
 `titanmoe.config.load` calls `split_words`. It is not argparse, because all problems of a command line and its recipe
 are reported together.
@@ -7,7 +7,7 @@ are reported together.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,18 @@ class CommandLine:
                 f"command line: two recipes are given, {self.recipe} and {name}: a run has one, "
                 "put the rest into overrides"
             )
+
+
+def to_words(values: Mapping[str, Any]) -> list[str]:
+    """Return the words that set fields on a command line: ["--training.steps", "100"] for {"training.steps": 100}.
+
+    A boolean is "true" or "false", each item of a list a word of its own, an empty list the word "".
+    """
+    words = []
+    for path, value in values.items():
+        items = (value or [""]) if isinstance(value, list | tuple) else [value]
+        words += [f"--{path}", *(str(x).lower() if isinstance(x, bool) else str(x) for x in items)]
+    return words
 
 
 def split_words(argv: Sequence[str]) -> CommandLine:

@@ -32,6 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from titanmoe.comm.collectives import Group
 from titanmoe.components import COMPONENTS
 from titanmoe.config import ConfigError
+from titanmoe.config.command_line import to_words
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import derive
 from titanmoe.fold.meshes import Meshes
@@ -106,10 +107,7 @@ def command_line(world: int, changes: dict[str, Any], device: str) -> list[str]:
         "training.global_batch_size": 4 * world,
         "training.device": device,
     }
-    argv = ["--config", "debug"]
-    for key, value in (BASE | sizes | changes).items():
-        argv += [f"--{key}", str(value).lower() if isinstance(value, bool) else str(value)]
-    return argv
+    return ["--config", "debug", *to_words(BASE | sizes | changes)]
 
 
 # ---- the same numbers as one rank

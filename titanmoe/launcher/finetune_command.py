@@ -21,7 +21,7 @@ from titanmoe.checkpoint.hf.config_json import context_length, describe_folder
 from titanmoe.checkpoint.hf.fetch import describing_folder
 from titanmoe.components import COMPONENTS
 from titanmoe.config import ConfigError
-from titanmoe.config.command_line import split_words
+from titanmoe.config.command_line import split_words, to_words
 from titanmoe.config.fields import flatten, toml_value
 from titanmoe.config.load import read_draft
 from titanmoe.config.schema import Config
@@ -223,16 +223,11 @@ def _read(settings: dict[str, Setting], request: Request) -> tuple[Config, dict[
 
     The options override the settings. Raises ConfigError with every problem.
     """
-    words = [word for path, (value, _) in settings.items() for word in _words(path, value)]
+    words = to_words({path: value for path, (value, _) in settings.items()})
     draft = read_draft([*words, *request.rest], COMPONENTS)
     config = draft.finish(lambda config: [])
     values = flatten(config)
     return config, {path: values[path] for path in split_words(request.rest).overrides}
-
-
-def _words(path: str, value: Any) -> list[str]:
-    values = value if isinstance(value, list) else [value]
-    return [f"--{path}", *(str(x).lower() if isinstance(x, bool) else str(x) for x in values)]
 
 
 def _model_and_data(model: str, paths: list[str], dpo: bool) -> dict[str, Setting]:
