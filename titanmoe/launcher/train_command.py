@@ -316,6 +316,7 @@ def final_config(
 # ---- the run
 
 
+@notes_in_memory()
 def start(prepared: PreparedRun) -> int:
     """Start a prepared run's ranks on this machine, wait for them, and print why they failed, if they did.
 
@@ -325,11 +326,6 @@ def start(prepared: PreparedRun) -> int:
     Returns:
         The exit code: 0, that of the rank that failed first, 128 + the number of a signal, or 1 if the launcher failed.
     """
-    with notes_in_memory():
-        return _start(prepared)
-
-
-def _start(prepared: PreparedRun) -> int:
     from torch.distributed.run import parse_args
 
     from titanmoe.launcher.agent import RankLogs, launch
@@ -337,8 +333,9 @@ def _start(prepared: PreparedRun) -> int:
     request = prepared.request
     _environment(prepared)
     options = parse_args([*_torchrun_options(request), f"--nproc-per-node={prepared.nproc}", "-m", "titanmoe.rank"])
-    if options.rdzv_backend == "static" and options.node_rank == 0:
-        check_port(options.master_addr, options.master_port)
+    host, port = options.master_addr, options.master_port
+    if options.rdzv_backend == "static" and options.node_rank == 0 and (why := port_problem(port)):
+        raise ConfigError([f"--master-port {port} {why} on {host}: give another one, the same on every node"])
     logs, before = RankLogs(_folder(prepared)), count_oom_kills()
     try:
         logs.make_folder()
@@ -423,15 +420,6 @@ def _torchrun_options(request: Request) -> list[str]:
         options["rdzv-id"] = uuid.uuid4().hex
     options.setdefault("master-port", "29500")
     return [f"--{name}={value}" for name, value in options.items()]
-
-
-def check_port(host: str, port: int) -> None:
-    """Raise ConfigError if this machine cannot listen on --master-port. Only node 0 calls it.
-
-    `host` is the value of --master-addr, for the message.
-    """
-    if why := port_problem(port):
-        raise ConfigError([f"--master-port {port} {why} on {host}: give another one, the same on every node"])
 
 
 def _folder(prepared: PreparedRun) -> Path:
