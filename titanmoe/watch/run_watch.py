@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import signal
 import time
-import traceback
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -24,7 +23,7 @@ from titanmoe.watch.heartbeat import PHASE_NAMES, Heartbeat, Position
 from titanmoe.watch.machines import Machines
 from titanmoe.watch.number_checks import NumberChecks
 from titanmoe.watch.process_groups import name_groups, own_groups
-from titanmoe.watch.stacks import ROOT
+from titanmoe.watch.stacks import stack_of_error
 from titanmoe.watch.step_times import CudaEventTimer, HostTimer, StepTimes
 from titanmoe.watch.stragglers import Stragglers
 from titanmoe.watch.watchdog import Limits, Watchdog, ignore
@@ -140,18 +139,17 @@ class Watch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None and caused_by_others(error) and not self._has_failed_rank():
-            self.watchdog.error_stack = _stack(error)
+        local = self.machines.local.values()
+        has_culprit = any(heart.numbers[heartbeat.STATE] == heartbeat.FAILED for heart in local)  # which reports itself
+        if error is not None and caused_by_others(error) and not has_culprit:
+            self.watchdog.error_stack = stack_of_error(error)
             self.heart.numbers[heartbeat.ALARM] = 1
             self.watchdog.join(PATIENCE_S)  # it ends the process
         elif error is not None:
-            self.heart.write_reply(json.dumps({"note": f"{kind.__name__}: {error}", "stack": _stack(error)}).encode())
+            reply = {"note": f"{kind.__name__}: {error}", "stack": stack_of_error(error)}
+            self.heart.write_reply(json.dumps(reply).encode())
         self.heart.numbers[heartbeat.STATE] = heartbeat.ENDED if error is None else heartbeat.FAILED
         self._stack.close()
-
-    def _has_failed_rank(self) -> bool:
-        """Return whether a rank of this machine has failed; that rank then reports its own error."""
-        return any(heart.numbers[heartbeat.STATE] == heartbeat.FAILED for heart in self.machines.local.values())
 
     def _dump(self) -> str:
         """Save NCCL's flight recorder in the run folder; return a sentence that says where, or "" if unsaved."""
@@ -169,8 +167,3 @@ def caused_by_others(error: BaseException) -> bool:
     A TimeoutError with an errno comes from the operating system, such as from a disk.
     """
     return launch_messages.caused_by_other_rank(error) or (isinstance(error, TimeoutError) and error.errno is None)
-
-
-def _stack(error: BaseException) -> list[str]:
-    frames = traceback.extract_tb(error.__traceback__)
-    return [f"{frame.filename.removeprefix(ROOT)}:{frame.lineno} in {frame.name}" for frame in reversed(frames)]

@@ -1,4 +1,4 @@
-"""The stacks of this process's threads, which the watchdog thread reads while the step may hang.
+"""The stacks of this process's threads, which the watchdog thread reads while the step may hang, and of errors.
 
 A line is "FILE:LINE in FUNCTION", with paths relative to the repository; a stack has the innermost line first.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import traceback
 from types import FrameType
 
 import titanmoe
@@ -26,6 +27,12 @@ def stack_of(frame: FrameType | None) -> list[str]:
         lines.append(f"{code.co_filename.removeprefix(ROOT)}:{frame.f_lineno} in {code.co_name}")
         frame = frame.f_back
     return lines
+
+
+def stack_of_error(error: BaseException) -> list[str]:
+    """Return the stack from where an error was raised to where it was caught as lines, innermost first."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return [f"{frame.filename.removeprefix(ROOT)}:{frame.lineno} in {frame.name}" for frame in reversed(frames)]
 
 
 def main_stack() -> list[str]:
