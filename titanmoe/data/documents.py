@@ -9,13 +9,14 @@ Shapes: N token positions in the concatenated sequence.
 from __future__ import annotations
 
 import hashlib
-from typing import Any, Protocol
+from abc import abstractmethod
+from typing import Any
 
 import numpy as np
 
 
-class Documents(Protocol):
-    """Interface of a source of tokenized documents. Ranges [start, stop) count tokens of the concatenated sequence."""
+class Documents:
+    """Base class of a source of tokenized documents. Ranges [start, stop) count tokens of the concatenated sequence."""
 
     name: str
     """Name of the source in logs and metrics."""
@@ -23,35 +24,37 @@ class Documents(Protocol):
     """Digest of the contents; a resumed run compares it."""
     description: str
     """One line for people: where the documents come from, and how many documents and tokens there are."""
-    completions_per_prompt: int
+    completions_per_prompt = 1
     """2 for preference data: documents 2 i and 2 i + 1 are a prompt with its chosen and its rejected completion. Else
     1."""
+    starts: Any
+    """Index of the first token of each document, with the total number of tokens at the end: len + 1 integers.
+
+    Document i is tokens [starts[i], starts[i + 1]). An array, possibly memory-mapped, or anything that has a length and
+    can be indexed by an integer, a slice or an array of integers."""
 
     def __len__(self) -> int:
         """Return the number of documents."""
+        return len(self.starts) - 1
 
-    @property
-    def starts(self) -> Any:
-        """Index of the first token of each document, with the total number of tokens at the end: len + 1 integers.
-
-        Document i is tokens [starts[i], starts[i + 1]). An array, possibly memory-mapped, or anything that has a length
-        and can be indexed by an integer, a slice or an array of integers.
-        """
-
+    @abstractmethod
     def read(self, start: int, stop: int) -> np.ndarray:
         """Return the ids of tokens [start, stop), as int64 or narrower."""
 
     def label_mask(self, start: int, stop: int) -> np.ndarray | None:
         """Return whether each of tokens [start, stop) counts towards the loss as a label (bool); None if all do."""
+        return None
 
     def label_weights(self, start: int, stop: int) -> np.ndarray | None:
         """Return the weight as a label of each of tokens [start, stop) (float32); None if none are stored."""
+        return None
 
     def reference_log_probs(self, start: int, stop: int) -> np.ndarray | None:
         """Return the reference model's log-probability of each token of [start, stop), given the tokens before it.
 
         It is 0 for tokens that are no labels, and NaN for those that were not scored. None if the run reads no scores.
         """
+        return None
 
     def teacher_log_probs(self, start: int, stop: int) -> np.ndarray | None:
         """Return for each of tokens [start, stop) a teacher's top-k ids and log-probabilities, given the tokens before.
@@ -59,25 +62,18 @@ class Documents(Protocol):
         Record i - start is the prediction of token i. Its dtype is that of `titanmoe.data.token_scores.TopK.record`.
         Log-probabilities are NaN for tokens that were not scored. None if the run reads no teacher.
         """
+        return None
 
     def stored_ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Return where tokens [start, stop) are stored, as ranges of tokens of `stored_documents(self)`, in order.
 
         A subset of documents has several ranges.
         """
+        return [(start, stop)]
 
 
-class TokenLogProbs(Protocol):
-    """A model's log-probabilities of all tokens of a source (titanmoe.data.token_scores)."""
-
-    def read(self, start: int, stop: int) -> np.ndarray:
-        """Return the log-probabilities of tokens [start, stop), or the records of a teacher's top-k ids."""
-
-
-class MemoryDocuments:
-    """Documents whose tokens are in memory. Implements `Documents`."""
-
-    completions_per_prompt = 1
+class MemoryDocuments(Documents):
+    """Documents whose tokens are in memory."""
 
     def __init__(self, name: str, tokens: np.ndarray, starts: np.ndarray, label_mask: np.ndarray | None = None):
         self.name, self.tokens, self.starts, self._label_mask = name, tokens, starts, label_mask
@@ -88,26 +84,11 @@ class MemoryDocuments:
             digest.update(np.ascontiguousarray(label_mask))
         self.fingerprint = f"memory:{digest.hexdigest()}"
 
-    def __len__(self) -> int:
-        return len(self.starts) - 1
-
     def read(self, start: int, stop: int) -> np.ndarray:
         return self.tokens[start:stop]
 
     def label_mask(self, start: int, stop: int) -> np.ndarray | None:
         return None if self._label_mask is None else self._label_mask[start:stop]
-
-    def label_weights(self, start: int, stop: int) -> np.ndarray | None:
-        return None
-
-    def reference_log_probs(self, start: int, stop: int) -> np.ndarray | None:
-        return None
-
-    def teacher_log_probs(self, start: int, stop: int) -> np.ndarray | None:
-        return None
-
-    def stored_ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
-        return [(start, stop)]
 
 
 def stored_documents(documents: Documents) -> Any:

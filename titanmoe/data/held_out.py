@@ -42,8 +42,8 @@ def split_held_out(documents: Documents, every: int, min_tokens: int) -> tuple[D
     )
 
 
-class DocumentSubset:
-    """View of some ranges of a source's documents as a source. Implements `Documents`.
+class DocumentSubset(Documents):
+    """View of some ranges of a source's documents as a source.
 
     Args:
         parent: the source.
@@ -59,10 +59,11 @@ class DocumentSubset:
         self.parent, self.name = parent, parent.name
         self.completions_per_prompt, self.first_R = parent.completions_per_prompt, first_R
         self.fingerprint, self.description = f"{parent.fingerprint} {selection}", f"{parent.description}, {selection}"
-        self.document_R = _cumulative_counts(end_R - first_R)
+        self.document_R = np.append(0, np.cumsum(end_R - first_R))
         self.parent_starts = parent.starts if starts is None else starts
         self.start_R = np.asarray(self.parent_starts[first_R]).astype(np.int64)
-        self.token_R = _cumulative_counts(np.asarray(self.parent_starts[end_R]).astype(np.int64) - self.start_R)
+        length_R = np.asarray(self.parent_starts[end_R]).astype(np.int64) - self.start_R
+        self.token_R = np.append(0, np.cumsum(length_R))
 
     def __len__(self) -> int:
         return int(self.document_R[-1])
@@ -72,8 +73,7 @@ class DocumentSubset:
         return _Starts(self)
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        arrays = [self.parent.read(a, b) for a, b in self._parent_ranges(start, stop)]
-        return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+        return self._concatenate(self.parent.read, start, stop)
 
     def label_mask(self, start: int, stop: int) -> np.ndarray | None:
         return self._concatenate(self.parent.label_mask, start, stop)
@@ -93,7 +93,7 @@ class DocumentSubset:
     def _concatenate(self, read: Callable[[int, int], np.ndarray | None], start: int, stop: int) -> np.ndarray | None:
         """Return what `read`, a method of the parent, gives for tokens [start, stop) of this subset, or None."""
         arrays = [read(a, b) for a, b in self._parent_ranges(start, stop)]
-        return None if arrays[0] is None else np.concatenate(arrays)
+        return arrays[0] if len(arrays) == 1 or arrays[0] is None else np.concatenate(arrays)
 
     def _parent_ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Return where tokens [start, stop) of this subset are in the parent, as ranges of the parent's tokens.
@@ -133,7 +133,3 @@ class _Starts:
         start_N = np.asarray(subset.parent_starts[inner_N]).astype(np.int64)
         start_N += subset.token_R[range_N] - subset.start_R[range_N]
         return start_N if isinstance(which, np.ndarray | list) else int(start_N[0])
-
-
-def _cumulative_counts(count_R: np.ndarray) -> np.ndarray:
-    return np.append(0, np.cumsum(count_R))

@@ -17,16 +17,19 @@ import zlib
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from titanmoe.config import ConfigError
 from titanmoe.config.parse_json import parse_json
 from titanmoe.data.checked_file import BLOCK, CheckedFile
-from titanmoe.data.documents import TokenLogProbs
+from titanmoe.data.documents import Documents
 from titanmoe.data.formats.format import completions_in_manifest
 from titanmoe.data.tokenizer import FILE, OTHER_FILES, Tokenizer, open_tokenizer
+
+if TYPE_CHECKING:  # it imports this module
+    from titanmoe.data.token_scores import StoredScores
 
 MANIFEST, WORK, TOKENIZER = "manifest.json", "work", "tokenizer"
 FORMAT, VERSION = "titanmoe token shards", 1
@@ -155,8 +158,8 @@ def digest_file(file: Path) -> str:
     return hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()
 
 
-class ShardDocuments:
-    """The documents of a folder of token shards. Implements titanmoe.data.documents.Documents.
+class ShardDocuments(Documents):
+    """The documents of a folder of token shards.
 
     Files are mapped when first read, and no file is kept open. `name`, in logs and metrics, is the folder's by default.
 
@@ -205,9 +208,9 @@ class ShardDocuments:
         self.names = [shard["name"] for shard in shards]
         self._first_document = np.cumsum([0, *documents], dtype=np.int64)
         self.first_token = np.cumsum([0, *tokens], dtype=np.int64)
-        self.stored_reference_log_probs: TokenLogProbs | None = None
+        self.stored_reference_log_probs: StoredScores | None = None
         """Log-probabilities under the reference model; set once it is known which model that is."""
-        self.stored_teacher_log_probs: TokenLogProbs | None = None
+        self.stored_teacher_log_probs: StoredScores | None = None
         """Top-k scores of the teacher; set if the recipe distils from stored scores."""
         self._files: dict[tuple[int, str], CheckedFile] = {}
 
@@ -216,10 +219,6 @@ class ShardDocuments:
 
     def __len__(self) -> int:
         return int(self._first_document[-1])
-
-    @property
-    def shards(self) -> int:
-        return len(self.names)
 
     @property
     def has_sums(self) -> bool:
@@ -249,9 +248,6 @@ class ShardDocuments:
 
     def teacher_log_probs(self, start: int, stop: int) -> np.ndarray | None:
         return self.stored_teacher_log_probs.read(start, stop) if self.stored_teacher_log_probs else None
-
-    def stored_ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
-        return [(start, stop)]
 
     def _read(self, extension: str, start: int, stop: int) -> np.ndarray:
         arrays = []

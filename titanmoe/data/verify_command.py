@@ -36,12 +36,11 @@ def run_verify(args: argparse.Namespace) -> int:
     problems = []
     for folder in args.folders:
         try:
-            folder_problems = _verify_folder(folder)
+            problems += _verify_folder(folder)
         except ConfigError as error:
-            folder_problems = error.problems
+            problems += error.problems
         except OSError as error:
-            folder_problems = [f"{error.filename or folder}: {error.strerror}"]
-        problems += folder_problems
+            problems.append(f"{error.filename or folder}: {error.strerror}")
     if problems:
         print(format_problems(problems), file=sys.stderr)
     return 1 if problems else 0
@@ -53,11 +52,12 @@ def _verify_folder(folder: Path) -> list[str]:
     from titanmoe.data.token_shards import MANIFEST, ShardDocuments, verify
 
     documents, problems, last_shown = ShardDocuments(folder), [], time.monotonic()
+    shards = len(documents.names)
     for number, (_, shard_problems) in enumerate(verify(folder), 1):
         problems += shard_problems
         if time.monotonic() - last_shown > EVERY_S:
             last_shown = time.monotonic()
-            print(f"{folder}: {number} of {documents.shards} shards read", file=sys.stderr, flush=True)
+            print(f"{folder}: {number} of {shards} shards read", file=sys.stderr, flush=True)
     for manifest in sorted((folder / SCORES).glob(f"[!.]*/{MANIFEST}")):
         problems += StoredScores(manifest.parent, documents).find_changed_files()
     try:
@@ -66,6 +66,6 @@ def _verify_folder(folder: Path) -> list[str]:
         problems += error.problems
     if not problems:
         unchecked = "" if documents.has_sums else "; they are too old to have checksums that a run checks as it reads"
-        summary = "1 shard is as it was" if documents.shards == 1 else f"{documents.shards} shards are as they were"
+        summary = "1 shard is as it was" if shards == 1 else f"{shards} shards are as they were"
         print(f"{folder}: {summary} written{unchecked}")
     return problems
