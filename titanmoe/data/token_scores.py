@@ -51,7 +51,7 @@ class TopK(NamedTuple):
 
 
 class StoredScores:
-    """A model's stored scores of all tokens of a folder of shards. Implements titanmoe.data.documents.TokenLogProbs.
+    """A model's stored scores of all tokens of a folder of shards.
 
     Files are mapped when first read, and no file is kept open.
 
@@ -65,6 +65,7 @@ class StoredScores:
 
     def __init__(self, folder: Path, documents: ShardDocuments):
         self.folder, self.names, self.first_token = folder, documents.names, documents.first_token
+        self.advice = _advice(folder)
         self.manifest = _read_manifest(folder)
         try:
             self.dtype, self.seq_len = DTYPES[self.manifest["dtype"]], int(self.manifest["seq_len"])
@@ -90,9 +91,7 @@ class StoredScores:
             if not (file := self._file(name)).is_file() or file.stat().st_size != count * self.dtype.itemsize
         ]
         if wrong:
-            raise ConfigError(
-                [f"{wrong[0]} is missing or was truncated: remove {folder}, and the scores are recomputed"]
-            )
+            raise ConfigError([f"{wrong[0]} is missing or was truncated: {self.advice}"])
         self._files: dict[int, CheckedFile] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -113,12 +112,12 @@ class StoredScores:
         """Return a shard's scores, mapped when first asked for; ConfigError if its checksums cannot be used."""
         if shard not in self._files:
             name = self.names[shard]
-            path, advice = self._file(name), f"remove {self.folder}, and the scores are recomputed"
+            path = self._file(name)
             # Older scores have one checksum per file: the file is one block.
             crc32s, block = (
                 ([self.crc32s.get(name)], path.stat().st_size) if self.sums is None else (self._read_sums(name), BLOCK)
             )
-            self._files[shard] = CheckedFile(path, self.dtype, crc32s, advice, block)
+            self._files[shard] = CheckedFile(path, self.dtype, crc32s, self.advice, block)
         return self._files[shard]
 
     def _read_sums(self, name: str) -> np.ndarray:
@@ -127,22 +126,19 @@ class StoredScores:
         try:
             data = file.read_bytes()
         except OSError as error:
-            raise ConfigError(
-                [f"{file} cannot be read: {error.strerror}: remove {self.folder}, and the scores are recomputed"]
-            ) from None
+            raise ConfigError([f"{file} cannot be read: {error.strerror}: {self.advice}"]) from None
         if zlib.crc32(data) != self.sums.get(name):
-            raise ConfigError(
-                [f"{file} has changed since it was written: remove {self.folder}, and the scores are recomputed"]
-            )
+            raise ConfigError([f"{file} has changed since it was written: {self.advice}"])
         return np.frombuffer(data, "<u4")
 
     def find_changed_files(self) -> list[str]:
         """Return a message for each shard whose scores differ from their checksum, after reading all of them."""
-        return [
-            f"{file} has changed since it was written: remove {self.folder}, and the scores are recomputed"
-            for name in self.names
-            if _crc32(file := self._file(name)) != self.crc32s.get(name)
-        ]
+        problems = []
+        for name in self.names:
+            with self._file(name).open("rb") as stream:
+                if stream_crc32(stream) != self.crc32s.get(name):
+                    problems.append(f"{stream.name} has changed since it was written: {self.advice}")
+        return problems
 
 
 def find_scores(documents: ShardDocuments, model: str, seq_len: int) -> StoredScores | None:
@@ -201,14 +197,18 @@ def open_teacher_log_probs(documents: ShardDocuments, name: str, top_k: TopK, se
     return scores
 
 
+def _advice(folder: Path) -> str:
+    return f"remove {folder}, and the scores are recomputed"
+
+
 def _read_manifest(folder: Path) -> dict[str, Any]:
     file = folder / MANIFEST
     try:
         manifest = parse_json(file.read_bytes())
     except (OSError, ValueError) as error:
-        raise ConfigError([f"{file} cannot be read: {error}: remove {folder}, and the scores are recomputed"]) from None
+        raise ConfigError([f"{file} cannot be read: {error}: {_advice(folder)}"]) from None
     if not isinstance(manifest, dict) or (manifest.get("format"), manifest.get("version")) != (FORMAT, VERSION):
-        raise ConfigError([f"{file} is no manifest of scores: remove {folder}, and the scores are recomputed"])
+        raise ConfigError([f"{file} is no manifest of scores: {_advice(folder)}"])
     return manifest
 
 
@@ -343,8 +343,3 @@ def _remove_leftovers(scores: Path) -> None:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)
             _lock_file(folder).unlink(missing_ok=True)
-
-
-def _crc32(file: Path) -> int:
-    with file.open("rb") as stream:
-        return stream_crc32(stream)
