@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from titanmoe.config.parse_json import parse_json
-from titanmoe.data.record_reader import json_type_name
+from titanmoe.data.record_reader import CHAT_LAYOUTS, json_type_name
 
 Record = Mapping[str, Any]
 TOOLS = "tools"
@@ -51,7 +51,7 @@ def read_chat(record: Record, field: str = "") -> tuple[Any, Any]:
 def layout_of(record: Record) -> str:
     """Return the first field of the layout that a record has, a key of LAYOUTS; "" if none. Null is as absent."""
     record = _without_nulls(record)
-    return next((name for name in LAYOUTS if all(part in record for part in (name, *NEEDED.get(name, ())))), "")
+    return next((fields[0] for fields in CHAT_LAYOUTS if record.keys() >= {*fields}), "")
 
 
 def _without_nulls(record: Record) -> Record:
@@ -202,7 +202,5 @@ LAYOUTS: dict[str, Callable[[Record, str], Any]] = {
     "prompt": _from_prompt,
 }
 """Function that converts a record, by the field that tells its layout."""
-NEEDED = {"instruction": ("output",), "prompt": ("completion",)}
-"""Fields that a layout has to have beside that."""
 CHAT_FIELDS = (*LAYOUTS, "input", "output", "completion", SYSTEM)
 """All fields that layouts read."""

@@ -6,6 +6,8 @@ Called by readers of documents, which see by the compressed stream how much of a
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from typing import Any
 
 from titanmoe.config import ConfigError
@@ -16,8 +18,9 @@ CHUNK = 1 << 11
 """Bytes of .zst to decompress at one time: at most 64 MiB come out, at 32,768 to 1."""
 
 
-class open_decompressed:
-    """Context manager that opens a file or URL for reading, and yields (decompressed stream, raw stream).
+@contextmanager
+def open_decompressed(file: str) -> Iterator[tuple[io.BufferedIOBase, io.BufferedIOBase]]:
+    """Open a file or URL for reading in this context, and yield (decompressed stream, raw stream).
 
     A name that ends with .gz or .zst is decompressed; of any other file both streams are the same. The raw stream's
     position tells how much of the compressed input has been read. Errors of reading the streams stay as they are.
@@ -25,28 +28,19 @@ class open_decompressed:
     Raises:
         ConfigError: it cannot be opened, or the package that decompresses it is missing.
     """
-
-    def __init__(self, file: str):
-        self.file = file
-
-    def __enter__(self) -> tuple[io.BufferedIOBase, io.BufferedIOBase]:
-        try:
-            self.raw = open_url(self.file) if is_url(self.file) else open(self.file, "rb", buffering=1 << 20)
-        except OSError as error:
-            raise ConfigError(
-                [f"{self.file} cannot be read: {error.strerror}: check the path and its permissions"]
-            ) from None
-        stream: Any = self.raw
-        if self.file.endswith(".gz"):
+    try:
+        raw = open_url(file) if is_url(file) else open(file, "rb", buffering=1 << 20)  # noqa: SIM115 (closed below)
+    except OSError as error:
+        raise ConfigError([f"{file} cannot be read: {error.strerror}: check the path and its permissions"]) from None
+    with closing(raw):
+        stream: Any = raw
+        if file.endswith(".gz"):
             import gzip
 
-            stream = io.BufferedReader(gzip.GzipFile(fileobj=self.raw), 1 << 20)
-        elif self.file.endswith(".zst"):
-            stream = io.BufferedReader(_Zstd(self.raw, self.file), 1 << 20)
-        return stream, self.raw
-
-    def __exit__(self, *error: object) -> None:
-        self.raw.close()
+            stream = io.BufferedReader(gzip.GzipFile(fileobj=raw), 1 << 20)
+        elif file.endswith(".zst"):
+            stream = io.BufferedReader(_Zstd(raw, file), 1 << 20)
+        yield stream, raw
 
 
 class _Zstd(io.RawIOBase):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, islice
@@ -20,7 +21,7 @@ from titanmoe.data.remote import is_url, open_url, url_errors
 
 MIB = 1 << 20
 CHAT_LAYOUTS = (("messages",), ("conversations",), ("instruction", "output"), ("prompt", "completion"))
-"""Fields that a record of each layout of chats has to have."""
+"""Fields that a record of each layout of chats has to have; the first tells the layout."""
 OTHER_FORMATS = {"preference": (("chosen", "rejected"),), "chat": CHAT_LAYOUTS}
 """Fields of records that other formats read, by format."""
 
@@ -242,33 +243,26 @@ def json_type_name(value: Any) -> str:
     return names.get(type(value), "an object")
 
 
-class file_errors:
-    """Context manager that turns errors while reading a file into a ConfigError that names the file.
+@contextmanager
+def file_errors(file: str) -> Iterator[None]:
+    """Turn errors while reading a file in this context into a ConfigError that names the file.
 
     These are errors of the system, of decompression and of Parquet, and of a URL any; others pass.
     """
-
-    def __init__(self, file: str):
-        self.file = file
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is None or isinstance(error, (ConfigError, GeneratorExit)):
-            return
-        if isinstance(error, EOFError):
-            raise ConfigError(
-                [f"{self.file} ends in the middle of compressed data: copy the full file again"]
-            ) from None
-        if isinstance(error, RecursionError):
-            raise ConfigError([f"{self.file} is nested too deeply to be read: flatten the records"]) from None
+    try:
+        yield
+    except ConfigError:
+        raise
+    except EOFError:
+        raise ConfigError([f"{file} ends in the middle of compressed data: copy the full file again"]) from None
+    except RecursionError:
+        raise ConfigError([f"{file} is nested too deeply to be read: flatten the records"]) from None
+    except Exception as error:
         module = type(error).__module__.partition(".")[0]
         if isinstance(error, (OSError, zlib.error)) or module in ("zstandard", "compression", "pyarrow", "_zstd"):
-            text = " ".join(str(error).split())
-            raise ConfigError(
-                [f"{self.file} cannot be read: {text}: check the permissions, or copy the file again"]
-            ) from None
-        if is_url(self.file):
-            with url_errors(self.file):
-                raise error
+            why = f"cannot be read: {' '.join(str(error).split())}: check the permissions, or copy the file again"
+            raise ConfigError([f"{file} {why}"]) from None
+        if not is_url(file):
+            raise
+        with url_errors(file):
+            raise
