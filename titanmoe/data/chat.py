@@ -247,12 +247,11 @@ class ChatEncoder:
         return texts
 
     def _render_unchecked(self, requests: list[tuple[list[Any], bool]]) -> list[str]:
-        def names(messages: list[Any], prompt: bool) -> dict[str, Any]:
-            variables = {"messages": messages, "add_generation_prompt": prompt}
-            return variables | {TOOLS: self._tools, "documents": None} | self.tokenizer.special_tokens
-
+        shared = {TOOLS: self._tools, "documents": None} | self.tokenizer.special_tokens
         try:
-            return self._compiled.render(*(names(*request) for request in requests))
+            return self._compiled.render(
+                *({"messages": messages, "add_generation_prompt": prompt} | shared for messages, prompt in requests)
+            )
         except OverBudget as error:
             raise ConfigError([f"the chat template {self.origin} {error}: {USE_ANOTHER}"]) from None
         except RecursionError:
@@ -294,7 +293,7 @@ class ChatEncoder:
     def _render_with_marks(self, messages: list[Any]) -> tuple[str, list[tuple[int, int]]]:
         """Return the rendered text, unmarked, and the characters [begin, end) of each {% generation %} block."""
         texts, spans, length, span_start = [], [], 0, -1
-        for text in _split_at_marks(self._render(messages)):
+        for text in re.split(f"([{OPEN}{CLOSE}])", self._render(messages)):
             if text == OPEN:
                 span_start = length
             elif text == CLOSE:
@@ -472,9 +471,9 @@ def _check_messages(messages: Any, template: str) -> None:
         if role not in known and not re.search(rf"""["']{re.escape(role)}["']""", template):
             usual = f'"{ROLES[role]}"' if role in ROLES else f"one of {', '.join(known)}"
             raise ChatError(f"message {n} has the role {role!r}, which the chat template does not name: use {usual}")
-        if message["role"] == "assistant" and message.get(WEIGHT, 1) and not _says_something(message):
-            raise ChatError(f"message {n} is empty, so there is nothing to learn from: leave it out")
         weight = message.get(WEIGHT, 1)
+        if role == "assistant" and weight and not _says_something(message):
+            raise ChatError(f"message {n} is empty, so there is nothing to learn from: leave it out")
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= MAX_WEIGHT:
             raise ChatError(f"message {n} has the weight {weight!r}: use a number from 0 to {MAX_WEIGHT:g}")
     try:
@@ -487,8 +486,7 @@ def _check_messages(messages: Any, template: str) -> None:
     if assistant_messages and not any(message.get(WEIGHT, 1) for message in assistant_messages):
         raise ChatError("all of the assistant's messages have the weight 0, so there is nothing to learn from")
     if not assistant_messages:
-        roles = dict.fromkeys(message["role"] for message in messages)
-        shown = ", ".join(map(repr, roles))
+        shown = ", ".join(map(repr, dict.fromkeys(message["role"] for message in messages)))
         raise ChatError(
             f"the assistant says nothing, so there is nothing to learn from: the roles are {shown}, and one has to be "
             "'assistant'"
@@ -501,8 +499,3 @@ def _says_something(message: dict[str, Any]) -> bool:
     if not isinstance(content, str) or content.strip():
         return True
     return any(value for key, value in message.items() if key not in ("role", "content", WEIGHT))
-
-
-def _split_at_marks(text: str) -> list[str]:
-    """Split a rendered text into the marks OPEN and CLOSE and the texts between them."""
-    return [token for token in re.split(f"([{OPEN}{CLOSE}])", text) if token]

@@ -72,47 +72,17 @@ class ChatTemplate:
             NotText: a list or object would be written as Python writes it.
             Exception: any error that Jinja raises.
         """
-        try:
-            worker = self._idle.pop()
-        except IndexError:
-            worker = None
+        worker = self._idle.pop() if self._idle else None
         if worker is None or worker.parent != os.getpid():
             worker = self._start_process()
-        response = _ask_worker(worker, variables, "this conversation")
+        response = worker.ask(variables, "this conversation")
         self._idle.append(worker)  # not before: after an interruption its response would belong to another request
         return _result_or_raise(response)
 
     def _start_process(self) -> _RenderProcess:
         worker = _RenderProcess()
-        self.has_generation_tags = _result_or_raise(_ask_worker(worker, self._template, "a template"))
+        self.has_generation_tags = _result_or_raise(worker.ask(self._template, "a template"))
         return worker
-
-
-def _ask_worker(worker: _RenderProcess, arguments: tuple[Any, ...], subject: str) -> dict[str, Any]:
-    """Send a request to the rendering process, and return its response, for `_result_or_raise`.
-
-    That is {"made": RESULT}, or {"error": [class names], "text": TEXT, "line": NUMBER}.
-
-    Args:
-        worker: the process.
-        arguments: the template with its marks, or the variables of each text to render.
-        subject: name of what is rendered, for the message of an exceeded limit.
-
-    Raises:
-        OverBudget: the request exceeds a limit, or the process ends.
-    """
-    request = json.dumps(arguments).encode()
-    seconds = SECONDS + SECONDS_PER_MB * len(request) / 1e6
-    memory = MEMORY + MEMORY_PER_BYTE * len(request)
-    response = worker.ask(request, seconds, memory)
-    if response is None:
-        code = worker.end()
-        if code == -signal.SIGPROF:
-            raise OverBudget(f"takes more than {seconds:.3g} s, the limit for {subject}")
-        raise OverBudget(f"ends the process that renders it (code {code})")
-    if "MemoryError" in response.get("error", ()):
-        raise OverBudget(f"takes more than {memory >> 20:,} MiB of memory, the limit for {subject}")
-    return response
 
 
 def _result_or_raise(response: dict[str, Any]) -> Any:
@@ -154,20 +124,34 @@ class _RenderProcess:
         )
         self.end = weakref.finalize(self, _end_process, self._process, self.parent)
 
-    def ask(self, request: bytes, seconds: float, memory: int) -> dict[str, Any] | None:
-        """Send a request with its limits to the process, and return the parsed response; None if the process has ended.
+    def ask(self, arguments: tuple[Any, ...], subject: str) -> dict[str, Any]:
+        """Send a request to the process, and return its response, for `_result_or_raise`.
+
+        That is {"made": RESULT}, or {"error": [class names], "text": TEXT, "line": NUMBER}.
 
         Args:
-            request: JSON text.
-            seconds: limit in CPU seconds.
-            memory: limit of the bytes that the request may add to the process.
+            arguments: the template with its marks, or the variables of each text to render.
+            subject: name of what is rendered, for the message of an exceeded limit.
+
+        Raises:
+            OverBudget: the request exceeds a limit, or the process ends.
         """
-        try:
+        request = json.dumps(arguments).encode()
+        seconds = SECONDS + SECONDS_PER_MB * len(request) / 1e6
+        memory = MEMORY + MEMORY_PER_BYTE * len(request)
+        message = None
+        with contextlib.suppress(BrokenPipeError):
             _send(self._process.stdin, request, seconds, memory)
-            response = _receive(self._process.stdout)
-        except BrokenPipeError:
-            return None
-        return response and json.loads(response[0])
+            message = _receive(self._process.stdout)
+        if message is None:
+            code = self.end()
+            if code == -signal.SIGPROF:
+                raise OverBudget(f"takes more than {seconds:.3g} s, the limit for {subject}")
+            raise OverBudget(f"ends the process that renders it (code {code})")
+        response = json.loads(message[0])
+        if "MemoryError" in response.get("error", ()):
+            raise OverBudget(f"takes more than {memory >> 20:,} MiB of memory, the limit for {subject}")
+        return response
 
 
 def _end_process(process: subprocess.Popen[bytes], parent: int) -> int | None:
