@@ -148,7 +148,7 @@ def test_length_decides_between_choices_where_the_harness_says_so() -> None:
 
 def test_spaces_at_the_end_of_a_question_belong_to_the_choice() -> None:
     (one,) = encode_choices(ByteTokenizer(), [("ab  ", " c")])
-    assert one.tokens.tolist() == [256, *b"ab   c"] and one.labels == 4
+    assert one.ids == [256, *b"ab   c"] and one.labels == 4
 
 
 def test_bad_questions_are_refused_all_at_once(asked: dict[str, Any], tmp_path: Path) -> None:

@@ -53,12 +53,12 @@ class Task:
     questions: list[Question]
 
 
-class EncodedChoice(NamedTuple):
-    """The token ids of a question followed by one of its choices."""
+class ScoredSequence(NamedTuple):
+    """Token ids of which the last ones, such as those of a choice, are scored, each given all before it."""
 
-    tokens: np.ndarray
+    ids: list[int]
     labels: int
-    """Number of last tokens that belong to the choice."""
+    """Number of last tokens that are scored."""
 
 
 def read_task(path: str) -> Task:
@@ -112,8 +112,8 @@ def _question(record: Any, line: int) -> Question:
     return Question(context, choices, answer, line)
 
 
-def encode_choices(tokenizer: Tokenizer, pairs: list[tuple[str, str]]) -> list[EncodedChoice]:
-    """Return the tokens of each (question, choice), and how many of them, at the end, are the choice's.
+def encode_choices(tokenizer: Tokenizer, pairs: list[tuple[str, str]]) -> list[ScoredSequence]:
+    """Return the tokens of each (question, choice), of which those of the choice are scored.
 
     The choice has the delimiter before it. BOS comes first, if the tokenizer has one; else an empty question is EOS.
     `labels` is below 1 if the choice adds no token to the question.
@@ -125,7 +125,7 @@ def encode_choices(tokenizer: Tokenizer, pairs: list[tuple[str, str]]) -> list[E
     for context, first, both in zip(contexts, alone, joined, strict=True):
         # As the harness does: BOS, or else EOS, stands for an empty context.
         begin_tokens = begin if context else begin or [tokenizer.eos]
-        encoded.append(EncodedChoice(np.concatenate((np.array(begin_tokens, np.int64), both)), len(both) - len(first)))
+        encoded.append(ScoredSequence([*begin_tokens, *both.tolist()], len(both) - len(first)))
     return encoded
 
 
@@ -145,7 +145,7 @@ class QuizSet:
         name = "bytes" if config.data.source == "stdlib" else config.data.tokenizer
         tokenizer = open_tokenizer(name) if stored is None else stored.open(name)
         problems: list[str] = []
-        self.encoded: list[EncodedChoice] = []
+        self.encoded: list[ScoredSequence] = []
         for path in options.paths:
             try:
                 self.tasks.append(read_task(path))
@@ -161,7 +161,7 @@ class QuizSet:
                 for line, (_, choice), one in zip(lines, pairs, encoded, strict=True)
                 if one.labels < 1
             ]
-            longest = max(len(one.tokens) - 1 for one in encoded)
+            longest = max(len(one.ids) - 1 for one in encoded)
             if longest > config.training.seq_len:
                 problems.append(
                     f"{path} has a question and choice of {longest} tokens, more than training.seq_len = "
@@ -170,7 +170,7 @@ class QuizSet:
             self.encoded += encoded
         if problems:
             raise ConfigError(problems)
-        self.sequences = pack_best_fit([len(one.tokens) - 1 for one in self.encoded], config.training.seq_len)
+        self.sequences = pack_best_fit([len(one.ids) - 1 for one in self.encoded], config.training.seq_len)
 
     def __iter__(self) -> Iterator[list[Batch]]:
         layout = self.layout
@@ -186,10 +186,10 @@ class QuizSet:
         for n, numbers in enumerate(sequences):
             begin = 0
             for number in numbers:
-                tokens, labels = self.encoded[number]
-                end = begin + len(tokens) - 1
+                ids, labels = self.encoded[number]
+                end = begin + len(ids) - 1
                 places = slice(begin, end)
-                out.tokens_NS[n, places], out.labels_NS[n, end - labels : end] = tokens[:-1], tokens[-labels:]
+                out.tokens_NS[n, places], out.labels_NS[n, end - labels : end] = ids[:-1], ids[-labels:]
                 out.valid_NS[n, places], choice_NS[n, places] = True, number
                 out.document_NS[n, places], out.position_NS[n, places] = number, np.arange(end - begin)
                 begin = end

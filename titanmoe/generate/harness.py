@@ -14,7 +14,7 @@ from lm_eval.api.model import LM
 
 from titanmoe.data.quiz import encode_choices
 from titanmoe.data.tokenizer import Tokenizer
-from titanmoe.generate.log_likelihood import ScoredSequence, Scorer, rolling_windows
+from titanmoe.generate.log_likelihood import Scorer, rolling_windows
 from titanmoe.generate.loop import Prompt, Stop
 from titanmoe.generate.prompts import begin_tokens, continuation, with_begin
 from titanmoe.generate.sampling import Sampling
@@ -33,8 +33,7 @@ class RunModel(LM):
         self.scorer, self.tokenizer, self.size = scorer, tokenizer, batch_size
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
-        encoded = encode_choices(self.tokenizer, [request.args for request in requests])
-        sequences = [ScoredSequence(tokens.tolist(), labels) for tokens, labels in encoded]
+        sequences = encode_choices(self.tokenizer, [request.args for request in requests])
         return [tuple(score) for score in self.scorer.score(sequences, self.size)]
 
     def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanmoe.comm.collectives import all_gather, all_gather_autograd, to_local
+from titanmoe.data.quiz import ScoredSequence
 from titanmoe.generate.cached_texts import CachedTexts
 from titanmoe.generate.loop import Generator
 from titanmoe.models.layers import promote
@@ -25,14 +26,6 @@ from titanmoe.models.vocabulary import Head
 
 CHUNK = 1024
 """Largest number of scored tokens whose logits are in memory at a time."""
-
-
-class ScoredSequence(NamedTuple):
-    """Token ids of which the last ones are scored, each given all before it."""
-
-    ids: list[int]
-    labels: int
-    """Number of last tokens that are scored."""
 
 
 class Score(NamedTuple):
