@@ -39,7 +39,7 @@ def here(monkeypatch):
 
     def in_process(job, todo, workers, meter):
         tokenizer = open_tokenizer(job.tokenizer)
-        chat = open_chat_encoder(job.chat_template, tokenizer) if job.conversations else None
+        chat = open_chat_encoder(job.chat_template, tokenizer) if job.format_spec.conversations else None
         for number, spans, records in todo:
             items = records[-1]["items"] if records else 0
             UnitTokenizer(job, tokenizer, chat, number=number, shard=len(records), items=items).run(spans, meter.add)

@@ -20,7 +20,6 @@ from typing import Any
 
 from titanmoe.config import ConfigError
 from titanmoe.data.chat_layouts import layout_of
-from titanmoe.data.formats import FORMATS
 from titanmoe.data.hub_datasets import pin_name
 from titanmoe.data.read_files import find_files, read_records, split_spans
 from titanmoe.data.record_reader import InputFile, Record, Span
@@ -102,7 +101,7 @@ def plan_shards(job: TokenizeJob) -> ShardPlan:
     settings = {key: value for key, value in asdict(job).items() if key not in ("paths", "tokenizer", *IGNORED_OPTIONS)}
     if not job.label_weights:  # older shards have no such setting, and keep their identity
         del settings["label_weights"]
-    optional_fields, firsts = FORMATS.look_up(job.format).optional_fields, list(_first_records(job, sources))
+    optional_fields, firsts = job.format_spec.optional_fields, list(_first_records(job, sources))
     if any(record.get(name) for record in firsts for name in optional_fields):
         settings["beside"] = (
             optional_fields  # older shards were made without the records' tools, and keep their identity
@@ -111,13 +110,13 @@ def plan_shards(job: TokenizeJob) -> ShardPlan:
     places = [s.identity or (s.file if is_url(s.file) else str(Path(s.file).resolve())) for s in sources]
     inputs = [(place, s.kind, s.bytes, s.mtime_ns) for place, s in zip(places, sources, strict=True)]
     identity = hashlib.blake2b(json.dumps([settings, inputs]).encode(), digest_size=16).hexdigest()
-    layout = layout_of(firsts[0]) if firsts and job.conversations and job.field == "text" else ""
+    layout = layout_of(firsts[0]) if firsts and job.format_spec.conversations and job.field == "text" else ""
     return ShardPlan(job, tokenizer, sources, identity, layout)
 
 
 def _first_records(job: TokenizeJob, sources: list[InputFile]) -> Iterator[dict[str, Any]]:
     """Yield the first record of each of the first files, as a dict; nothing if the format reads one field alone."""
-    format = FORMATS.look_up(job.format)
+    format = job.format_spec
     for source in sources[:MAX_LOOKED_INTO] if format.optional_fields or format.alternative_fields else ():
         with suppress(ConfigError):  # reported when it is read
             first = next(split_spans(source, MIN_UNIT_BYTES), None)
@@ -312,7 +311,7 @@ def _manifest(plan: ShardPlan, made_from: dict[str, Any], records: list[dict[str
         "documents": sum(shard["documents"] for shard in shards),
         "tokens": sum(shard["tokens"] for shard in shards),
         "counted": sum(record["counted"] for record in records) if plan.job.has_label_mask else None,
-        "completions_per_prompt": plan.job.completions_per_prompt,
+        "completions_per_prompt": plan.job.format_spec.completions_per_prompt,
         **({"layout": plan.layout} if plan.layout else {}),
         "skipped": sum(record["skipped"] for record in records),
         "empty": sum(record["empty"] for record in records),

@@ -24,6 +24,7 @@ from titanmoe.config import ConfigError
 from titanmoe.data.chat import ChatEncoder, open_chat_encoder
 from titanmoe.data.chat_layouts import TOOLS, ChatError, read_chat
 from titanmoe.data.formats import FORMATS
+from titanmoe.data.formats.format import FormatSpec
 from titanmoe.data.preferences import Document, encode_pair
 from titanmoe.data.read_files import read_records
 from titanmoe.data.record_reader import BadRecord, Record, RecordReader, Span, json_type_name
@@ -63,28 +64,24 @@ class TokenizeJob:
     label_weights: bool = False
 
     @property
+    def format_spec(self) -> FormatSpec:
+        return FORMATS.look_up(self.format)
+
+    @property
     def record_field(self) -> str:
         """Field of a record that holds the document: the format's own if `field` is "text", else `field`."""
-        return FORMATS.look_up(self.format).field if self.field == "text" else self.field
+        return self.format_spec.field if self.field == "text" else self.field
 
     def reader(self, span: Span) -> RecordReader:
         """Return a reader of the records of a span."""
-        format = FORMATS.look_up(self.format)
+        format = self.format_spec
         fields = format.alternative_fields, format.optional_fields, format.layouts
         return RecordReader(span, self.record_field, self.max_document_mb, *fields)
 
     @property
-    def conversations(self) -> bool:
-        return FORMATS.look_up(self.format).conversations
-
-    @property
-    def completions_per_prompt(self) -> int:
-        return FORMATS.look_up(self.format).completions_per_prompt
-
-    @property
     def has_label_mask(self) -> bool:
         """Whether only some tokens are labels, as in chats and preference pairs."""
-        return self.conversations or self.completions_per_prompt > 1
+        return self.format_spec.conversations or self.format_spec.completions_per_prompt > 1
 
 
 @dataclass
@@ -114,7 +111,7 @@ def open_job_chat(job: TokenizeJob, tokenizer: Tokenizer) -> ChatEncoder | None:
     try:
         return open_chat_encoder(job.chat_template, tokenizer) if job.has_label_mask else None
     except ConfigError:
-        if job.conversations or job.chat_template:
+        if job.format_spec.conversations or job.chat_template:
             raise
         return None
 
@@ -229,8 +226,9 @@ class UnitTokenizer:
         Raises:
             ChatError: the record cannot be used.
         """
-        if self.job.completions_per_prompt == 1:
-            messages, tools, format = entry.value, None, FORMATS.look_up(self.job.format)
+        format = self.job.format_spec
+        if format.completions_per_prompt == 1:
+            messages, tools = entry.value, None
             if format.alternative_fields:
                 messages, tools = read_chat(entry.value, "" if self.job.field == "text" else self.job.field)
             elif format.optional_fields:
