@@ -58,8 +58,9 @@ def count_sequences(packer: StreamPacker | BestFitPacker, epochs: int) -> list[i
     Best fit reads the numbers from `sequences.json`, or packs (reading lengths only) and writes them there if it can.
     """
     if isinstance(packer, StreamPacker):
-        return packer.count(epochs)
-    file = _counts_file(packer.documents)
+        return [packer.per_epoch] * epochs
+    source = stored_documents(packer.documents)
+    file = source.folder / FILE if hasattr(source, "folder") else None  # None for no token shards
     packing = f"{packer.name} {ORDER} of {BUFFER}, seq_len {packer.seq_len}, seed {packer.seed}"
     name = f"{packer.documents.fingerprint}, {packing}"
     stored = _read_counts(file)
@@ -68,12 +69,6 @@ def count_sequences(packer: StreamPacker | BestFitPacker, epochs: int) -> list[i
         with suppress(OSError):  # the folder is read-only: the next run counts again
             write_json(file, _read_counts(file) | {name: counts})
     return counts
-
-
-def _counts_file(documents: Any) -> Path | None:
-    """Return the path of `sequences.json` in the folder of token shards; None if the documents are no token shards."""
-    source = stored_documents(documents)
-    return source.folder / FILE if hasattr(source, "folder") else None
 
 
 def _read_counts(file: Path | None) -> dict[str, list[int]]:

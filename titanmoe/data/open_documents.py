@@ -114,8 +114,9 @@ def _plan_shards(config: Config, entry: str, field: str) -> tuple[ShardPlan, Pat
         field=field,
         chat_template=data.chat_template,
         bad_lines=data.bad_lines,
+        max_document_mb=data.max_document_mb,
+        label_weights=data.label_weights,
     )
-    job = replace(job, max_document_mb=data.max_document_mb, label_weights=data.label_weights)
     plan = plan_shards(job)
     _check_vocab_size(config, entry, plan.tokenizer.vocab_size)
     return plan, Path(config.job.dump_folder, data.cache, plan.identity)

@@ -168,10 +168,6 @@ class StreamPacker:
         """Return text on what becomes of documents that are longer than a sequence, whatever `count` is."""
         return "documents are split wherever a sample ends"
 
-    def count(self, epochs: int) -> list[int]:
-        """Return the number of sequences in each of the first `epochs` epochs."""
-        return [self.per_epoch] * epochs
-
     def take(self, count: int) -> list[Segments]:
         """Return the plans of the next `count` sequences, and advance the packer's state."""
         number_N = np.arange(self.sequences_taken, self.sequences_taken + count)
@@ -253,11 +249,11 @@ class PackedBuffer:
         return len(self.order_Q)
 
     def __getitem__(self, which: slice) -> list[Segments]:
-        return [self._sequence(i) for i in self.order_Q[which].tolist()]
-
-    def _sequence(self, i: int) -> Segments:
         full = len(self.begin_Q)
-        return Segments(self.begin_Q[i : i + 1], self.full_1) if i < full else self.packed[i - full]
+        return [
+            Segments(self.begin_Q[i : i + 1], self.full_1) if i < full else self.packed[i - full]
+            for i in self.order_Q[which].tolist()
+        ]
 
 
 class BestFitPacker:

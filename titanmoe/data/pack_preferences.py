@@ -74,15 +74,15 @@ class PreferencePacker(BestFitPacker):
 
     def _shared_length(self, prompt: int) -> int:
         """Return how many first positions, without labels, both completions of pair number `prompt` share."""
-        both = [(start, start + length + 1) for start, length in zip(*self._starts_and_lengths(prompt), strict=True)]
-        shortest = int(self.length_P2[prompt].min())
+        both, shortest = self._token_ranges(prompt), int(self.length_P2[prompt].min())
         first, second = (self.documents.read(*one)[:shortest] for one in both)
         labelled = [self.documents.label_mask(*one)[1 : shortest + 1] for one in both]
         return int(np.append((first == second) & ~labelled[0] & ~labelled[1], False).argmin())
 
-    def _starts_and_lengths(self, prompt: int) -> tuple[list[int], list[int]]:
-        """Return, of both documents of pair number `prompt`, the indices of first tokens and numbers of positions."""
-        return self.start_P2[prompt].tolist(), self.length_P2[prompt].tolist()
+    def _token_ranges(self, prompt: int) -> list[tuple[int, int]]:
+        """Return the tokens [start, stop) of both documents of pair number `prompt`, up to where they are truncated."""
+        start_2, length_2 = self.start_P2[prompt], self.length_P2[prompt]
+        return list(zip(start_2.tolist(), (start_2 + length_2 + 1).tolist(), strict=True))
 
     def _truncate(self, prompt: int) -> None:
         """Truncate completions of pair number `prompt`, which does not fit, the longer one first.
@@ -93,9 +93,9 @@ class PreferencePacker(BestFitPacker):
         shorter = int(length_2.argmin())
         length_2[shorter] = min(length_2[shorter], room // 2)
         length_2[1 - shorter] = room - length_2[shorter]
-        ends = [(start, start + length + 1) for start, length in zip(*self._starts_and_lengths(prompt), strict=True)]
-        have_labels = all(self.documents.label_mask(*both)[1:].any() for both in ends)
-        if not have_labels or np.array_equal(*(self.documents.read(*both) for both in ends)):
+        both = self._token_ranges(prompt)
+        have_labels = all(self.documents.label_mask(*one)[1:].any() for one in both)
+        if not have_labels or np.array_equal(*(self.documents.read(*one) for one in both)):
             length_2[:] = self.shared_P[prompt] = 0
 
     def _pack(self) -> PackedBuffer:

@@ -94,7 +94,7 @@ def _worker_items(reader: Any, plans: Iterable[Any], workers: int, depth: int) -
             sampler=plans,
             num_workers=workers,
             prefetch_factor=depth,
-            collate_fn=_identity,
+            collate_fn=lambda item: item,
             worker_init_fn=_ignore_rank_signals,
             multiprocessing_context="fork",
         )
@@ -125,10 +125,6 @@ def _ignore_rank_signals(_: int) -> None:
     os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # instead of the rank's handler, which it inherits
-
-
-def _identity(item: Any) -> Any:
-    return item
 
 
 def _feed_queue(

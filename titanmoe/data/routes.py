@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from titanmoe.config.blocks import moe_blocks
+from titanmoe.config.blocks import moe_blocks, moe_layers
 from titanmoe.config.schema import Model
 from titanmoe.tokens import NO_EXPERT, NOT_RECORDED
 
@@ -55,10 +55,8 @@ def digest_routes(ids_NS: Tensor, experts_NSLK: Tensor, valid_NS: Tensor) -> Ten
 
 def find_shape_problem(experts_NSLK: Tensor, ids_NS: Tensor, model: Model) -> str:
     """Return why routes do not have the shape that these samples' ids and this model need; "" if they have it."""
-    layers = len([block for block in moe_blocks(model) if block < model.num_layers])
     tokens, experts = tuple(experts_NSLK.shape[:2]), tuple(experts_NSLK.shape[2:])
-    if experts != (layers, model.top_k):
-        wanted = (layers, model.top_k)
+    if experts != (wanted := (moe_layers(model), model.top_k)):
         return f"routes have {experts} experts a token, and this model (MoE layers, top_k) = {wanted}: {RECORD}"
     if tokens != ids_NS.shape:
         return f"routes are of {tokens} samples and positions, and ids of {tuple(ids_NS.shape)}: give one for each id"

@@ -261,16 +261,13 @@ def _open_source(config: Config, path: str, field: str) -> Documents:
                 'use data.source = "files" with data.paths'
             ]
         )
-    tokens = [tokenizer.document(_read_file(file)) for file in files]
+    try:
+        tokens = [tokenizer.document(file.read_bytes()) for file in files]
+    except OSError as error:
+        why = f"{error.filename} cannot be read: {error.strerror}: check the path and its permissions"
+        raise ConfigError([why]) from None
     documents = MemoryDocuments(
         STDLIB, np.concatenate(tokens), np.append(0, np.cumsum([len(file_tokens) for file_tokens in tokens]))
     )
     documents.description = f"the library of Python {platform.python_version()}, {documents.description}"
     return documents
-
-
-def _read_file(file: Path) -> bytes:
-    try:
-        return file.read_bytes()
-    except OSError as error:
-        raise ConfigError([f"{file} cannot be read: {error.strerror}: check the path and its permissions"]) from None
