@@ -6,7 +6,6 @@ that does not fit a device is sharded by tp, ep and etp.
 
 from __future__ import annotations
 
-import os
 import sys
 from dataclasses import replace
 
@@ -34,6 +33,7 @@ from titanmoe.parallel.choose_attention import apply_context_parallel
 from titanmoe.parallel.context import placement
 from titanmoe.parallel.expert import apply_expert_parallel
 from titanmoe.parallel.parallel_plan import make_plan, parallelize
+from titanmoe.train.launch_messages import is_rank_0
 from titanmoe.train.runtime import Runtime
 
 
@@ -66,7 +66,12 @@ def build(config: Config, meshes: Meshes, trained: TrainedModel, device: torch.d
         ConfigError: adapters were trained on other weights.
     """
     model, targets = build_empty(config, meshes, device)
-    _fill(targets, trained, config)
+    if trained.adapters:
+        _check_base_weights(trained)
+        for name in filter(is_adapter, list(targets)):
+            shard = targets.pop(name)[1]
+            fill_in_blocks(shard.tensor, shard.offset, trained.adapters.tensors[name.removeprefix("model.")].read)
+    fill_shards(targets, trained, config.model)
     return model
 
 
@@ -110,14 +115,5 @@ def _check_base_weights(trained: TrainedModel) -> None:
     check_digest(trained.adapters, weights, str(trained.path), group)
     if trained.adapters.config is None:
         compared = compare_base(trained.adapters, weights, trained.base_name, group)
-        if os.environ.get("RANK", "0") == "0":
+        if is_rank_0():
             print(f"note: {compared}", file=sys.stderr)
-
-
-def _fill(targets: Targets, trained: TrainedModel, config: Config) -> None:
-    if trained.adapters:
-        _check_base_weights(trained)
-        for name in filter(is_adapter, list(targets)):
-            shard = targets.pop(name)[1]
-            fill_in_blocks(shard.tensor, shard.offset, trained.adapters.tensors[name.removeprefix("model.")].read)
-    fill_shards(targets, trained, config.model)

@@ -40,10 +40,6 @@ class Conversation:
         except ChatError as error:
             raise ConfigError([f"--chat: {error}"]) from None
 
-    def add_assistant_message(self, text: str) -> None:
-        """Add a message of the assistant to the conversation."""
-        self.messages.append({"role": "assistant", "content": text})
-
 
 def read_lines() -> Iterator[str | None]:
     """Yield the lines of standard input that are not empty, and None every WAIT_MESSAGE_S seconds without one.
@@ -79,7 +75,8 @@ def read_lines() -> Iterator[str | None]:
 def turns(conversation: Conversation, first: bool, broadcast: Callable[[Any], Any]) -> Iterator[tuple[str, Prompt]]:
     """Yield each line that the user types and the prompt made from it, on every rank. Collective over the world.
 
-    The caller adds each assistant message to `conversation`, on rank 0, before the next turn. Ends with the input.
+    Ends with the input. The caller adds each assistant message to `conversation.messages`, on rank 0, before the next
+    turn.
 
     Args:
         conversation: the messages so far; used on rank 0.

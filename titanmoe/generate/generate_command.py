@@ -47,7 +47,7 @@ def add_generate(commands: argparse._SubParsersAction) -> None:
         description="Continues prompts with the model of a checkpoint.",
         epilog=EPILOG,
     )
-    generate.set_defaults(run=run_generate)
+    generate.set_defaults(run=lambda args: exit_code_of(lambda: _run(args)))
     generate.add_argument(
         "--checkpoint", type=Path, metavar="RUN",
         help="a run's folder (its latest checkpoint), a checkpoint, or the folder of a Hugging Face model",
@@ -114,11 +114,6 @@ def add_placement(parser: argparse.ArgumentParser) -> None:
     where.add_argument(
         "--dtype", choices=["float64", "float32", "bfloat16"], help="dtype to compute in (default: as in training)"
     )
-
-
-def run_generate(args: argparse.Namespace) -> int:
-    """Run `titanmoe generate` and return its exit code; rank 0 prints errors."""
-    return exit_code_of(lambda: _run(args))
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -289,7 +284,8 @@ class _Speaker:
             seconds, count, number = seconds + time.monotonic() - start, count + len(generated.content), number + 1
             if not self.first:
                 continue
-            conversation.add_assistant_message(continuation(self.tokenizer, prompt.ids, generated.content))
+            reply = continuation(self.tokenizer, prompt.ids, generated.content)
+            conversation.messages.append({"role": "assistant", "content": reply})
             if stream:
                 stream.finish(generated)
             else:

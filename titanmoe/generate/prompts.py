@@ -17,7 +17,6 @@ from titanmoe.config.schema import Config
 from titanmoe.data.formats import FORMATS
 
 if TYPE_CHECKING:  # titanmoe.components imports this module for every command, which may not need numpy
-    from titanmoe.data.chat import ChatEncoder
     from titanmoe.data.tokenizer import Tokenizer
 
 Messages = list[dict[str, Any]]
@@ -148,7 +147,8 @@ def read_samples(config: Config) -> SamplePrompts:
         if as_chat and isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
         try:
-            ids = with_begin(_encode(prompt, tokenizer, chat), tokenizer)
+            ids = tokenizer.encode_all([prompt])[0] if isinstance(prompt, str) else chat.encode_prompt(prompt)
+            ids = with_begin(ids.tolist(), tokenizer)
         except ChatError as error:
             problems.append(f"{place}: {error}")
             continue
@@ -165,12 +165,6 @@ def read_samples(config: Config) -> SamplePrompts:
         raise ConfigError(problems)
     ends = {tokenizer.eos, chat.end_of_turn_token()} - {None} if chat else {tokenizer.eos}
     return SamplePrompts(encoded, tokenizer, ends)
-
-
-def _encode(prompt: str | Messages, tokenizer: Tokenizer, chat: ChatEncoder | None) -> list[int]:
-    if isinstance(prompt, str):
-        return tokenizer.encode_all([prompt])[0].tolist()
-    return chat.encode_prompt(prompt).tolist()
 
 
 def read_json_lines(path: str, option: str, problems: list[str]) -> Iterator[tuple[str, Any]]:

@@ -58,18 +58,17 @@ class SampleCompletions(Evaluation):
         """
         if not self.is_due:
             return {}
-        begin, lines = time.monotonic(), []
-        for prompt, generated in zip(self.samples.prompts, self.complete(), strict=True):
-            completion = continuation(self.samples.tokenizer, prompt.ids, generated.content)
-            lines.append(
-                {
-                    "prompt": prompt.text,
-                    "completion": completion,
-                    "tokens": len(generated.content),
-                    "end": generated.end,
-                }
-            )
-        return {"samples": lines, "samples_s": time.monotonic() - begin}
+        begin = time.monotonic()
+        samples = [
+            {
+                "prompt": prompt.text,
+                "completion": continuation(self.samples.tokenizer, prompt.ids, generated.content),
+                "tokens": len(generated.content),
+                "end": generated.end,
+            }
+            for prompt, generated in zip(self.samples.prompts, self.complete(), strict=True)
+        ]
+        return {"samples": samples, "samples_s": time.monotonic() - begin}
 
     def complete(self) -> list[Generated]:
         """Copy the weights and generate a completion for each prompt, in their order. Collective over the world."""
