@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import abstractmethod
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -89,6 +90,22 @@ class MemoryDocuments(Documents):
 
     def label_mask(self, start: int, stop: int) -> np.ndarray | None:
         return None if self._label_mask is None else self._label_mask[start:stop]
+
+
+def split_by_shard(first: np.ndarray, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (shard, begin, end) for each shard that a range of items touches; begin and end count within the shard.
+
+    Args:
+        first: number of the first item of each shard, or range of documents, and the total.
+        begin: first item of the range, counted over all shards.
+        end: one past the last item.
+    """
+    shard = int(np.searchsorted(first, begin, side="right")) - 1
+    while begin < end:
+        stop = min(end, int(first[shard + 1]))
+        if begin < stop:
+            yield shard, begin - int(first[shard]), stop - int(first[shard])
+        begin, shard = max(begin, stop), shard + 1
 
 
 def stored_documents(documents: Documents) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from titanmoe.data.documents import Documents
+from titanmoe.data.documents import Documents, split_by_shard
 
 
 def split_held_out(documents: Documents, every: int, min_tokens: int) -> tuple[DocumentSubset, DocumentSubset]:
@@ -100,16 +100,8 @@ class DocumentSubset(Documents):
 
         [(0, 0)] if start is not below stop.
         """
-        r = int(np.searchsorted(self.token_R, start, side="right")) - 1
-        out = []
-        while start < stop:
-            range_start, range_end = int(self.token_R[r]), int(self.token_R[r + 1])
-            if start < range_end:
-                first, count = int(self.start_R[r]) + start - range_start, min(stop, range_end) - start
-                out.append((first, first + count))
-                start += count
-            r += 1
-        return out or [(0, 0)]
+        ranges = split_by_shard(self.token_R, start, stop)
+        return [(int(self.start_R[r]) + begin, int(self.start_R[r]) + end) for r, begin, end in ranges] or [(0, 0)]
 
 
 class _Starts:

@@ -25,7 +25,8 @@ import numpy as np
 from titanmoe.config import ConfigError
 from titanmoe.config.parse_json import parse_json
 from titanmoe.data.checked_file import BLOCK, CheckedFile, map_file
-from titanmoe.data.token_shards import MANIFEST, ShardDocuments, split_by_shard
+from titanmoe.data.documents import split_by_shard
+from titanmoe.data.token_shards import MANIFEST, ShardDocuments
 from titanmoe.data.write_token_shards import BlockSums, write_json
 from titanmoe.files import fsync_folder, stream_crc32, write_error
 

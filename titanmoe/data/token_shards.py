@@ -24,7 +24,7 @@ import numpy as np
 from titanmoe.config import ConfigError
 from titanmoe.config.parse_json import parse_json
 from titanmoe.data.checked_file import BLOCK, CheckedFile
-from titanmoe.data.documents import Documents
+from titanmoe.data.documents import Documents, split_by_shard
 from titanmoe.data.formats.format import completions_in_manifest
 from titanmoe.data.tokenizer import FILE, OTHER_FILES, Tokenizer, open_tokenizer
 
@@ -196,11 +196,10 @@ class ShardDocuments(Documents):
             raise ConfigError([f"{folder / MANIFEST} was changed: it cannot be read ({error!r})"]) from None
         if (sum(documents), sum(tokens)) != (manifest["documents"], manifest["tokens"]):
             problems.append(f"{folder / MANIFEST} was changed: its shards do not add up to its documents and tokens")
+        if len(problems) > MAX_PROBLEMS:
+            problems[MAX_PROBLEMS:] = [f"and {len(problems) - MAX_PROBLEMS} more files of {folder}"]
         if problems:
-            more = (
-                [f"and {len(problems) - MAX_PROBLEMS} more files of {folder}"] if len(problems) > MAX_PROBLEMS else []
-            )
-            raise ConfigError(problems[:MAX_PROBLEMS] + more)
+            raise ConfigError(problems)
         self.fingerprint = "tokens:" + hashlib.blake2b(sums.encode(), digest_size=8).hexdigest()
         self.description = (
             f"{folder}, {sum(documents):,} documents, {sum(tokens):,} tokens of {self.vocab_size:,} kinds"
@@ -331,22 +330,6 @@ class Starts:
         return self._documents.open_file(int(shard), "starts").read(items)
 
 
-def split_by_shard(first: np.ndarray, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (shard, begin, end) for each shard that a range of items touches; begin and end count within the shard.
-
-    Args:
-        first: number of the first item of each shard, and the total.
-        begin: first item of the range, counted over all shards.
-        end: one past the last item.
-    """
-    shard = int(np.searchsorted(first, begin, side="right")) - 1
-    while begin < end:
-        stop = min(end, int(first[shard + 1]))
-        if begin < stop:
-            yield shard, begin - int(first[shard]), stop - int(first[shard])
-        begin, shard = max(begin, stop), shard + 1
-
-
 # ---- checking contents
 
 
@@ -361,9 +344,8 @@ def verify(folder: Path) -> Iterator[tuple[str, list[str]]]:
     documents = ShardDocuments(folder)
     for number, shard in enumerate(read_manifest(folder)["shards"]):
         problems = []
-        for extension, expected_crc32 in (
-            shard["crc32"] | {name: shard[name] for name in ("sums",) if name in shard}
-        ).items():
+        crc32s = shard["crc32"] | ({"sums": shard["sums"]} if "sums" in shard else {})
+        for extension, expected_crc32 in crc32s.items():
             file = folder / f"{shard['name']}.{extension}"
             crc32 = top = 0
             with file.open("rb") as stream:
