@@ -318,18 +318,10 @@ class ChatEncoder:
         full_text, *texts = self._render_all([(messages, False), *through_assistant, *before_assistant])
         prompts = [*([] if places[0] else [self._prompt_after([])]), *texts[len(places) :]]
         spans = []
-        for n, prompt, through_text in zip(places, prompts, texts, strict=False):
+        for n, prompt, through in zip(places, prompts, texts, strict=False):
             for shorter, longer, what in (
-                (
-                    prompt,
-                    through_text,
-                    f"message {n + 1}, the assistant's, is rendered differently up to where it begins",
-                ),
-                (
-                    through_text,
-                    full_text,
-                    f"the first {n + 1} of {len(messages)} messages are rendered differently alone",
-                ),
+                (prompt, through, f"message {n + 1}, the assistant's, is rendered differently up to where it begins"),
+                (through, full_text, f"the first {n + 1} of {len(messages)} messages are rendered differently alone"),
             ):
                 if not longer.startswith(shorter):
                     at = next((i for i, (a, b) in enumerate(zip(shorter, longer, strict=False)) if a != b), len(longer))
@@ -340,7 +332,7 @@ class ChatEncoder:
                             f"{self._marking_advice(messages[:n], messages[n])}"
                         ]
                     )
-            spans.append((len(prompt), len(through_text)))
+            spans.append((len(prompt), len(through)))
         return full_text, spans
 
     def _prompt_after(self, earlier: list[Any]) -> str:

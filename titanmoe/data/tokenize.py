@@ -103,9 +103,8 @@ def plan_shards(job: TokenizeJob) -> ShardPlan:
         del settings["label_weights"]
     optional_fields, firsts = job.format_spec.optional_fields, list(_first_records(job, sources))
     if any(record.get(name) for record in firsts for name in optional_fields):
-        settings["beside"] = (
-            optional_fields  # older shards were made without the records' tools, and keep their identity
-        )
+        # Older shards were made without the records' tools, and keep their identity.
+        settings["beside"] = optional_fields
     settings |= {"chat_template": chat.template if chat else "", "version": VERSION, "tokenizer": tokenizer.identity}
     places = [s.identity or (s.file if is_url(s.file) else str(Path(s.file).resolve())) for s in sources]
     inputs = [(place, s.kind, s.bytes, s.mtime_ns) for place, s in zip(places, sources, strict=True)]

@@ -128,11 +128,7 @@ def _train(args: argparse.Namespace) -> list[str]:
     if not characters:
         raise ConfigError([f"there is no text in {', '.join(args.paths)}: a tokenizer is trained on some"])
     args.out.mkdir(parents=True, exist_ok=True)
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": END,
-        "clean_up_tokenization_spaces": False,
-    }
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "clean_up_tokenization_spaces": False}
     (args.out / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     (args.out / CHAT_TEMPLATE).write_text(TEMPLATE, encoding="utf-8")
     tokenizer.save(str(args.out / FILE))

@@ -122,12 +122,7 @@ def within_prompts(
 
 
 def last_attention(
-    q_BnHh: Tensor,
-    k_BGLh: Tensor,
-    v_BGLv: Tensor,
-    mask_XYL: Tensor,
-    scale: float,
-    sinks_H: Tensor | None = None,
+    q_BnHh: Tensor, k_BGLh: Tensor, v_BGLv: Tensor, mask_XYL: Tensor, scale: float, sinks_H: Tensor | None = None
 ) -> Tensor:
     """Return the attention output (B, n, H, v) of each text's new tokens over cached keys.
 

@@ -11,7 +11,7 @@ from typing import Any
 from titanmoe.config.schema import Config
 from titanmoe.files import format_bytes
 from titanmoe.generate.live_generator import LiveGenerator
-from titanmoe.generate.loop import Generated, Prompt, Stop
+from titanmoe.generate.loop import Prompt, Stop
 from titanmoe.generate.model import samples_config
 from titanmoe.generate.prompts import continuation, read_samples
 from titanmoe.generate.sampling import Sampling
@@ -59,6 +59,9 @@ class SampleCompletions(Evaluation):
         if not self.is_due:
             return {}
         begin = time.monotonic()
+        with self.live.loaded() as generator:
+            batches = generator.batches(self.prompts, BATCH_SIZE, self.stop, self.sampling)
+            texts = [generated for batch in batches for generated in batch]
         samples = [
             {
                 "prompt": prompt.text,
@@ -66,12 +69,6 @@ class SampleCompletions(Evaluation):
                 "tokens": len(generated.content),
                 "end": generated.end,
             }
-            for prompt, generated in zip(self.samples.prompts, self.complete(), strict=True)
+            for prompt, generated in zip(self.samples.prompts, texts, strict=True)
         ]
         return {"samples": samples, "samples_s": time.monotonic() - begin}
-
-    def complete(self) -> list[Generated]:
-        """Copy the weights and generate a completion for each prompt, in their order. Collective over the world."""
-        with self.live.loaded() as generator:
-            batches = generator.batches(self.prompts, BATCH_SIZE, self.stop, self.sampling)
-            return [generated for batch in batches for generated in batch]

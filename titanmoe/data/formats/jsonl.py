@@ -10,14 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from titanmoe.data.formats.format import Format
-from titanmoe.data.record_reader import (
-    MIB,
-    BadRecord,
-    Record,
-    RecordReader,
-    decode_line,
-    json_type_name,
-)
+from titanmoe.data.record_reader import MIB, BadRecord, Record, RecordReader, decode_line, json_type_name
 
 MAX_VALUES = 4_000_000
 """Limit of values in a line: a parsed value takes up to 100 bytes, however short it is in the file."""
