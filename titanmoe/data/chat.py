@@ -316,7 +316,7 @@ class ChatEncoder:
         through_assistant = [(messages[: n + 1], False) for n in places]
         before_assistant = [(messages[:n], True) for n in places if n]
         full_text, *texts = self._render_all([(messages, False), *through_assistant, *before_assistant])
-        prompts = [*([] if places[0] else [self._prompt_after([])]), *texts[len(places) :]]
+        prompts = [*([] if places[0] else [self._prompt_without_messages()]), *texts[len(places) :]]
         spans = []
         for n, prompt, through in zip(places, prompts, texts, strict=False):
             for shorter, longer, what in (
@@ -329,36 +329,30 @@ class ChatEncoder:
                         [
                             f"the chat template {self.origin} does not show what the assistant said: {what} (from "
                             f"character {at}: {shorter[at : at + 30]!r}, then {longer[at : at + 30]!r}). "
-                            f"{self._marking_advice(messages[:n], messages[n])}"
+                            f"{self._marking_advice(self._render(messages[:n]), prompt, through, messages[n])}"
                         ]
                     )
             spans.append((len(prompt), len(through)))
         return full_text, spans
 
-    def _prompt_after(self, earlier: list[Any]) -> str:
-        """Return the text of `earlier` messages followed by the generation prompt.
-
-        Raises:
-            ChatError: the template refuses them; of no messages, with advice to put one before the assistant's.
-        """
+    def _prompt_without_messages(self) -> str:
+        """Return the generation prompt alone; raise a ChatError if the template needs a message before it."""
         try:
-            return self._render(earlier, prompt=True)
+            return self._render([], prompt=True)
         except ChatError:
-            if earlier:
-                raise
             raise ChatError(
                 f"the first message is the assistant's, and the chat template {self.origin} cannot be rendered "
                 "without a message before it: put one there, such as the system's"
             ) from None
 
-    def _marking_advice(self, earlier: list[Any], message: dict[str, Any]) -> str:
+    def _marking_advice(self, before: str, prompt: str, through: str, message: dict[str, Any]) -> str:
         """Return a sentence for an error: where to put {% generation %} in the template.
 
-        It quotes what the template writes around the assistant's `message`, which follows `earlier`, as far as it can.
+        It quotes what the template writes around the assistant's `message`, as far as it can, by the rendered texts of
+        the messages before it, without and with the generation prompt (`before`, `prompt`), and `through` it.
         """
-        rendered_before, prompt = self._render(earlier), self._prompt_after(earlier)
-        rendered, content = self._render([*earlier, message]).removeprefix(rendered_before), message.get("content")
-        head, tail = prompt.removeprefix(rendered_before), ""
+        rendered, content = through.removeprefix(before), message.get("content")
+        head, tail = prompt.removeprefix(before), ""
         if isinstance(content, str) and content and content in rendered:
             before_content, _, tail = rendered.rpartition(content)
             head = head or before_content

@@ -11,9 +11,12 @@ from __future__ import annotations
 import hashlib
 from abc import abstractmethod
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:  # it imports this module
+    from titanmoe.data.token_scores import StoredScores
 
 
 class Documents:
@@ -33,6 +36,10 @@ class Documents:
 
     Document i is tokens [starts[i], starts[i + 1]). An array, possibly memory-mapped, or anything that has a length and
     can be indexed by an integer, a slice or an array of integers."""
+    stored_reference_log_probs: StoredScores | None = None
+    """Log-probabilities under the reference model; set once it is known which model that is."""
+    stored_teacher_log_probs: StoredScores | None = None
+    """Top-k scores of the teacher; set if the recipe distils from stored scores."""
 
     def __len__(self) -> int:
         """Return the number of documents."""
@@ -55,7 +62,7 @@ class Documents:
 
         It is 0 for tokens that are no labels, and NaN for those that were not scored. None if the run reads no scores.
         """
-        return None
+        return self.stored_reference_log_probs.read(start, stop) if self.stored_reference_log_probs else None
 
     def teacher_log_probs(self, start: int, stop: int) -> np.ndarray | None:
         """Return for each of tokens [start, stop) a teacher's top-k ids and log-probabilities, given the tokens before.
@@ -63,7 +70,7 @@ class Documents:
         Record i - start is the prediction of token i. Its dtype is that of `titanmoe.data.token_scores.TopK.record`.
         Log-probabilities are NaN for tokens that were not scored. None if the run reads no teacher.
         """
-        return None
+        return self.stored_teacher_log_probs.read(start, stop) if self.stored_teacher_log_probs else None
 
     def stored_ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Return where tokens [start, stop) are stored, as ranges of tokens of `stored_documents(self)`, in order.

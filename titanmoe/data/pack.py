@@ -122,9 +122,7 @@ def extra_field_specs(documents: Documents) -> dict[str, tuple[np.dtype, int]]:
     preference pairs, but not label weights.
     """
     stored = stored_documents(documents)
-    reference, teacher = (
-        getattr(stored, name, None) for name in ("stored_reference_log_probs", "stored_teacher_log_probs")
-    )
+    reference, teacher = stored.stored_reference_log_probs, stored.stored_teacher_log_probs
     fields = {REFERENCE: (reference.dtype, 2)} if reference else {}
     if teacher:
         ids, log_p = teacher.dtype["ids"], teacher.dtype["log_p"]

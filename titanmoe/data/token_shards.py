@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,9 +27,6 @@ from titanmoe.data.checked_file import BLOCK, CheckedFile
 from titanmoe.data.documents import Documents, split_by_shard
 from titanmoe.data.formats.format import completions_in_manifest
 from titanmoe.data.tokenizer import FILE, OTHER_FILES, Tokenizer, open_tokenizer
-
-if TYPE_CHECKING:  # it imports this module
-    from titanmoe.data.token_scores import StoredScores
 
 MANIFEST, WORK, TOKENIZER = "manifest.json", "work", "tokenizer"
 FORMAT, VERSION = "titanmoe token shards", 1
@@ -207,10 +204,6 @@ class ShardDocuments(Documents):
         self.names = [shard["name"] for shard in shards]
         self._first_document = np.cumsum([0, *documents], dtype=np.int64)
         self.first_token = np.cumsum([0, *tokens], dtype=np.int64)
-        self.stored_reference_log_probs: StoredScores | None = None
-        """Log-probabilities under the reference model; set once it is known which model that is."""
-        self.stored_teacher_log_probs: StoredScores | None = None
-        """Top-k scores of the teacher; set if the recipe distils from stored scores."""
         self._files: dict[tuple[int, str], CheckedFile] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -241,12 +234,6 @@ class ShardDocuments(Documents):
 
     def label_weights(self, start: int, stop: int) -> np.ndarray | None:
         return self._read("weights", start, stop) if self.has_label_weights else None
-
-    def reference_log_probs(self, start: int, stop: int) -> np.ndarray | None:
-        return self.stored_reference_log_probs.read(start, stop) if self.stored_reference_log_probs else None
-
-    def teacher_log_probs(self, start: int, stop: int) -> np.ndarray | None:
-        return self.stored_teacher_log_probs.read(start, stop) if self.stored_teacher_log_probs else None
 
     def _read(self, extension: str, start: int, stop: int) -> np.ndarray:
         arrays = []
