@@ -149,7 +149,7 @@ def test_the_peak_falls_by_the_number_of_slices(chunks: int) -> None:
 def test_wide_slices_are_whole_units() -> None:
     for vocabulary, chunks, widths in ((151936, 19, [8064] * 18 + [6784]), (33, 4, [9, 9, 9, 6]), (33, 33, [1] * 33)):
         weight_VD = torch.empty(vocabulary, 1, device="meta")
-        assert [len(weight_vD) for weight_vD in slices(weight_VD, chunks)] == widths
+        assert [len(weight_vD) for _, weight_vD in slices(weight_VD, chunks)] == widths
 
 
 def test_slices_on_gpus_are_wider(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from titanmoe.comm.collectives import Group, all_gather, all_reduce
 from titanmoe.models.layers import promote
-from titanmoe.models.logit_slices import accumulate_slice, slice_backward, slices, vocabulary_rows
-from titanmoe.ops.autograd_functions import as_non_leaf, wants_gradient
+from titanmoe.models.logit_slices import accumulate_slice, backward_by_slices, slice_backward, slices, vocabulary_rows
+from titanmoe.ops.autograd_functions import as_non_leaf
 from titanmoe.tokens import IGNORE
 
 
@@ -60,15 +60,13 @@ class _CandidateLogProbs(torch.autograd.Function):
         top_2T = x_TD.new_full((2, *label_T.shape), torch.finfo(wide).min, dtype=wide)
         total_2T, label_logit_2T = torch.zeros_like(top_2T), torch.zeros_like(top_2T)
         logit_TK = x_TD.new_zeros(candidates_TK.shape, dtype=wide)
-        begin = 0
-        for weight_vD in slices(weight_VD, chunks):
+        for begin, weight_vD in slices(weight_VD, chunks):
             logits_Tv = promote(x_TD @ weight_vD.t())
             place_TK, within_TK = _candidate_columns(row_TK, begin, logits_Tv)
             logit_TK += logits_Tv.gather(1, place_TK).where(within_TK, 0)
             both = logits_Tv, _without_candidates(logits_Tv, place_TK, within_TK, temperature)
             for logits, top_T, total_T, label_logit_T in zip(both, top_2T, total_2T, label_logit_2T, strict=True):
                 accumulate_slice(logits, row_T, begin, top_T, total_T, label_logit_T)
-            begin += weight_vD.shape[0]
         highest_2T = all_reduce(top_2T, tp, "max")
         label_logit_T = (label_logit_2T[0] - highest_2T[0]) * (is_own_T & has_label_T)
         sums = torch.cat((total_2T * torch.exp(top_2T - highest_2T), label_logit_T.unsqueeze(0), logit_TK.t()))
@@ -90,24 +88,17 @@ class _CandidateLogProbs(torch.autograd.Function):
         grad_CT = grad_CT - log_p_CT.exp() * grad_CT.sum(0)
         grad_TK, grad_rest_T, some_rest_T = grad_CT[:-1].t(), grad_CT[-1], log_rest_T > -torch.inf
         log_rest_T = log_rest_T.where(some_rest_T, 0)
-        grad_x_TD = torch.zeros_like(x_TD, dtype=log_p_CT.dtype) if wants_gradient(ctx, 0) else None
-        grad_w_VD = torch.empty_like(weight_VD) if wants_gradient(ctx, 1) else None
-        begin = 0
-        for weight_vD in slices(weight_VD, ctx.chunks):
-            end = begin + weight_vD.shape[0]
+
+        def gradient(begin: int, weight_vD: Tensor) -> Tensor:
             logits_Tv = promote(x_TD @ weight_vD.t())
             place_TK, within_TK = _candidate_columns(row_TK, begin, logits_Tv)
             grad_Tv = _without_candidates(logits_Tv, place_TK, within_TK, ctx.temperature)
             grad_Tv.sub_(log_rest_T.unsqueeze(1)).exp_().mul_(grad_rest_T.unsqueeze(1))
             grad_Tv.scatter_add_(1, place_TK, grad_TK.where(within_TK, 0)).div_(ctx.temperature)
             grad_Tv += slice_backward(logits_Tv, row_T, begin, log_total_T, scale_T)
-            grad_Tv = grad_Tv.to(x_TD.dtype)
-            if grad_x_TD is not None:
-                grad_x_TD += grad_Tv @ weight_vD
-            if grad_w_VD is not None:
-                torch.mm(grad_Tv.t(), x_TD, out=grad_w_VD[begin:end])
-            begin = end
-        return None if grad_x_TD is None else grad_x_TD.to(x_TD.dtype), grad_w_VD, None, None, None, None, None
+            return grad_Tv.to(x_TD.dtype)
+
+        return *backward_by_slices(ctx, x_TD, weight_VD, ctx.chunks, gradient), None, None, None, None, None
 
 
 @torch.compiler.disable  # its graph would repeat the operations for every chunk
@@ -156,13 +147,12 @@ def top_k_log_probs(
     wide, tokens = torch.promote_types(x_TD.dtype, torch.float32), x_TD.shape[0]
     top_TK = x_TD.new_full((tokens, count), -torch.inf, dtype=wide)
     rest_T, ids_TK = x_TD.new_full((tokens,), -torch.inf, dtype=wide), torch.zeros_like(top_TK, dtype=torch.int64)
-    begin = tp.rank * weight_VD.shape[0]
-    for weight_vD in slices(weight_VD, chunks):
+    first = tp.rank * weight_VD.shape[0] - count  # id of the shard's first row, less the columns before a slice's
+    for begin, weight_vD in slices(weight_VD, chunks):
         a_Tv = promote(x_TD @ weight_vD.t()) / temperature
         top_TK, place_TK, rest_T = _keep_largest(torch.cat((top_TK, a_Tv), 1), rest_T, count)
         earlier_TK = ids_TK.gather(1, place_TK.clamp(max=count - 1))
-        ids_TK = earlier_TK.where(place_TK < count, place_TK + (begin - count))
-        begin += weight_vD.shape[0]
+        ids_TK = earlier_TK.where(place_TK < count, place_TK + (first + begin))
     if tp.size > 1:
         rest_T = all_gather(rest_T.unsqueeze(1), 1, tp).logsumexp(1)
         top_TK, place_TK, rest_T = _keep_largest(all_gather(top_TK, 1, tp), rest_T, count)

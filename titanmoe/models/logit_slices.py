@@ -11,7 +11,7 @@ Shapes: T tokens, D model, V this rank's vocabulary, v a slice of it, R ranks th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,13 +60,35 @@ def existing_rows(weight_VD: Tensor, label_T: Tensor, ids: int, size: int, tp: G
     return weight_VD[:existing], own_T.where(label_T != IGNORE, IGNORE)
 
 
-def slices(weight_VD: Tensor, chunks: int) -> tuple[Tensor, ...]:
-    """Split this rank's shard of the head's weight into views of consecutive rows, at most `chunks` of them.
+def slices(weight_VD: Tensor, chunks: int) -> list[tuple[int, Tensor]]:
+    """Split this rank's shard of the head's weight into views of consecutive rows, at most `chunks`, with their begins.
 
     The width of wide slices is a multiple of 128, since products on GPUs are slow if rows of logits are not aligned.
     """
     width = -(-weight_VD.shape[0] // chunks)
-    return weight_VD.split(width if width < 1024 else width + -width % 128)
+    width += -width % 128 if width >= 1024 else 0
+    return [(i * width, weight_vD) for i, weight_vD in enumerate(weight_VD.split(width))]
+
+
+def backward_by_slices(
+    ctx: Any, x_TD: Tensor, weight_VD: Tensor, chunks: int, gradient: Callable[[int, Tensor], Tensor]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of the hidden states and of this rank's shard of the head's weight; None if not wanted.
+
+    `ctx` is that of an autograd function whose first two inputs are these. `gradient` is called with the begin and the
+    weight of one slice after the other, and returns the gradient of the slice's logits in x's dtype.
+    """
+    wide = torch.promote_types(x_TD.dtype, torch.float32)
+    grad_x_TD = torch.zeros_like(x_TD, dtype=wide) if wants_gradient(ctx, 0) else None
+    grad_w_VD = torch.empty_like(weight_VD) if wants_gradient(ctx, 1) else None
+    for begin, weight_vD in slices(weight_VD, chunks):
+        grad_Tv = gradient(begin, weight_vD)
+        if grad_x_TD is not None:
+            grad_x_TD += grad_Tv @ weight_vD
+        if grad_w_VD is not None:
+            torch.mm(grad_Tv.t(), x_TD, out=grad_w_VD[begin : begin + len(weight_vD)])
+        del grad_Tv  # before the next slice is computed
+    return None if grad_x_TD is None else grad_x_TD.to(x_TD.dtype), grad_w_VD
 
 
 def accumulate_slice(
@@ -195,14 +217,12 @@ def _sum_slices(
     wide = torch.promote_types(x_TD.dtype, torch.float32)
     top_T = x_TD.new_full(row_T.shape, -torch.inf, dtype=wide)
     sums = [x_TD.new_zeros(row_T.shape, dtype=wide) for _ in range(3 if options.with_entropy else 2)]
-    begin = 0
-    for weight_vD in slices(weight_VD, options.chunks):
+    for begin, weight_vD in slices(weight_VD, options.chunks):
         logits_Tv = divide(x_TD @ weight_vD.t(), options.temperature)
         if logits is not None:
             logits.append(logits_Tv.clone() if take is accumulate_slice else logits_Tv)
         take(logits_Tv, row_T, begin, top_T, *sums)
         del logits_Tv  # before the next slice is computed
-        begin += weight_vD.shape[0]
     return [top_T, *sums]
 
 
@@ -218,26 +238,20 @@ def _slices_backward(
     entropy_scale_T: Tensor | None = None,
     logits: Sequence[Tensor] = (),
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of the hidden states and of this rank's shard of the head's weight; None if not wanted.
+    """Return what `backward_by_slices` does, for the cross-entropy and maybe the entropy.
 
     Args:
-        ctx: of an autograd function whose first two inputs are these.
-        x_TD: normed hidden states.
-        weight_VD: this rank's shard of the head's weight.
         row_T: row of each label in the shard; -1 if the label is not there.
         entropy_T: entropy of each token's distribution; None without.
         entropy_scale_T: gradient of the loss with respect to each entropy; None without.
         logits: those of all slices, which are overwritten; () to recompute them.
     """
-    use_kernel = options.use_kernels(x_TD)
+    use_kernel, saved = options.use_kernels(x_TD), iter(logits)
     if use_kernel:
         from titanmoe.ops.kernels.loss import loss_slice_backward
-    grad_x_TD = torch.zeros_like(x_TD, dtype=scale_T.dtype) if wants_gradient(ctx, 0) else None
-    grad_w_VD = torch.empty_like(weight_VD) if wants_gradient(ctx, 1) else None
-    begin = 0
-    for i, weight_vD in enumerate(slices(weight_VD, options.chunks)):
-        end = begin + weight_vD.shape[0]
-        grad_Tv = logits[i] if logits else divide(x_TD @ weight_vD.t(), options.temperature)
+
+    def gradient(begin: int, weight_vD: Tensor) -> Tensor:
+        grad_Tv = next(saved) if logits else divide(x_TD @ weight_vD.t(), options.temperature)
         if use_kernel:
             loss_slice_backward(grad_Tv, row_T, begin, log_total_T, scale_T)
         elif entropy_T is None:
@@ -245,14 +259,9 @@ def _slices_backward(
         else:
             entropy_grad_Tv = _entropy_backward(grad_Tv, log_total_T, entropy_T, entropy_scale_T)
             grad_Tv = slice_backward(grad_Tv, row_T, begin, log_total_T, scale_T) + entropy_grad_Tv
-        grad_Tv = divide(grad_Tv, options.temperature).to(x_TD.dtype)
-        if grad_x_TD is not None:
-            grad_x_TD += grad_Tv @ weight_vD
-        if grad_w_VD is not None:
-            torch.mm(grad_Tv.t(), x_TD, out=grad_w_VD[begin:end])
-        begin = end
-        del grad_Tv
-    return None if grad_x_TD is None else grad_x_TD.to(x_TD.dtype), grad_w_VD
+        return divide(grad_Tv, options.temperature).to(x_TD.dtype)
+
+    return backward_by_slices(ctx, x_TD, weight_VD, options.chunks, gradient)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
