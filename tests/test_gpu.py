@@ -65,7 +65,7 @@ def grouped_equals_loop(counts: list[int]) -> None:
     grad = torch.randn(sum(counts), 32, device="cuda", dtype=torch.bfloat16)
     results = []
     for product in (loop_product, grouped_product):
-        y = product(x, w, count)
+        y = product(x, w, Groups(count))
         results.append([y, *torch.autograd.grad(y, (x, w), grad)])
     for loop, grouped in zip(*results, strict=True):
         torch.testing.assert_close(loop, grouped, rtol=2e-2, atol=2e-2)

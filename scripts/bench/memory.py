@@ -36,7 +36,7 @@ from titanmoe.models.transformer import Transformer
 from titanmoe.models.vocabulary import chunk_count, chunked_cross_entropy, cross_entropy
 from titanmoe.moe.expert_products import plain_swiglu
 from titanmoe.moe.experts import Experts
-from titanmoe.moe.grouped_mm import grouped_product
+from titanmoe.moe.grouped_mm import Groups, grouped_product
 from titanmoe.parallel.recompute import apply_recomputation
 
 Variant = Callable[[], Tensor]
@@ -78,18 +78,19 @@ def experts(rounds: int, scale: int) -> Iterator[Row]:
     tokens, top_k, dim = 512 // scale, 8, 768 // scale
     made = init(Experts(Model(num_experts=64, dim=dim, expert_hidden=256), MoE(), torch.float32))
     count_e = torch.full((64,), tokens * top_k // 64)
+    groups = Groups(count_e)
     x_RD = torch.randn(tokens * top_k, dim, requires_grad=True)
     weight_R1 = torch.rand(tokens * top_k, 1, requires_grad=True)
 
     def gate_and_up() -> tuple[Tensor, Tensor]:
-        return grouped_product(x_RD, made.w1, count_e), grouped_product(x_RD, made.w3, count_e)
+        return grouped_product(x_RD, made.w1, groups), grouped_product(x_RD, made.w3, groups)
 
     def after() -> Tensor:
         gate_RF, up_RF = gate_and_up()
-        return grouped_product(F.silu(gate_RF) * up_RF, made.w2, count_e) * weight_R1
+        return grouped_product(F.silu(gate_RF) * up_RF, made.w2, groups) * weight_R1
 
     def before() -> Tensor:
-        return grouped_product(plain_swiglu(*gate_and_up(), weight_R1, False), made.w2, count_e)
+        return grouped_product(plain_swiglu(*gate_and_up(), weight_R1, False), made.w2, groups)
 
     variants = {
         "plain, weighted after the down projection": after,

@@ -20,7 +20,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).res
 
 from rows import Rows, both_ways, elapsed, median_seconds  # noqa: E402
 
-from titanmoe.moe.grouped_mm import grouped_product  # noqa: E402
+from titanmoe.moe.grouped_mm import Groups, grouped_product  # noqa: E402
 
 
 def main() -> int:
@@ -49,7 +49,8 @@ def main() -> int:
         weight = torch.randn(experts, hidden, dim, **make).requires_grad_()
         count = torch.full((experts,), routed // experts, device=device)
         forward, both = (
-            median_seconds(run, device, 10) for run in both_ways(lambda: grouped_product(x, weight, count), (x, weight))
+            median_seconds(run, device, 10)
+            for run in both_ways(lambda: grouped_product(x, weight, Groups(count)), (x, weight))
         )
         flops = 2 * routed * dim * hidden
         return {"forward TFLOP/s": flops / forward / 1e12, "both TFLOP/s": 3 * flops / both / 1e12, "ms": both * 1e3}

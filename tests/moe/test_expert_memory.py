@@ -41,7 +41,7 @@ def test_the_down_half_equals_plain_autograd(
 
     def plain(hidden: tuple[Tensor, ...], weight: Tensor, w2: Tensor) -> tuple[Tensor]:
         product = grouped_product if grouped and dtype == w2.dtype else loop_product
-        return (product(plain_swiglu(*hidden, weight, clamped), w2, torch.tensor(counts)),)
+        return (product(plain_swiglu(*hidden, weight, clamped), w2, Groups(torch.tensor(counts))),)
 
     made = ExpertProducts(groups=Groups(torch.tensor(counts)), method="grouped" if grouped else "loop", clamped=clamped)
     for down, wide in ((made.down, dtype), (plain, dtype), (plain, torch.float64)):
@@ -102,8 +102,9 @@ def test_within_a_recomputed_block(switches: dict[str, Any]) -> None:
 
 def weighted_after(made: Experts, x_RD: Tensor, weight_R1: Tensor, count_e: Tensor) -> Tensor:
     """As usually written: the routing weight multiplies the experts' outputs, and autograd saves what it needs."""
-    hidden = F.silu(loop_product(x_RD, made.w1, count_e)) * loop_product(x_RD, made.w3, count_e)
-    return (loop_product(hidden, made.w2, count_e) * weight_R1).to(x_RD.dtype)
+    groups = Groups(count_e)
+    hidden = F.silu(loop_product(x_RD, made.w1, groups)) * loop_product(x_RD, made.w3, groups)
+    return (loop_product(hidden, made.w2, groups) * weight_R1).to(x_RD.dtype)
 
 
 def test_kept_bytes_per_row_at_a_qwen_shape() -> None:

@@ -14,7 +14,7 @@ from tests.support import tolerances
 from titanmoe.config.schema import Model, MoE
 from titanmoe.moe.expert_products import clamped_swiglu
 from titanmoe.moe.experts import Experts
-from titanmoe.moe.grouped_mm import can_group, grouped_gradient, grouped_product, loop_product
+from titanmoe.moe.grouped_mm import Groups, can_group, grouped_gradient, grouped_product, loop_product
 from titanmoe.ops.device import Hardware, imitate
 
 D, HIDDEN = 16, 24
@@ -35,7 +35,7 @@ def random(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
 
 def with_gradients(product: Callable[..., Tensor], counts: list[int], dtype: torch.dtype) -> list[Tensor]:
     x_RD, w_eFD = random(sum(counts), D, dtype=dtype, seed=0), random(len(counts), HIDDEN, D, dtype=dtype, seed=1)
-    y_RF = product(x_RD, w_eFD, torch.tensor(counts))
+    y_RF = product(x_RD, w_eFD, Groups(torch.tensor(counts)))
     assert y_RF.shape == (sum(counts), HIDDEN) and y_RF.dtype == dtype
     y_RF.backward(random(*y_RF.shape, dtype=dtype, seed=2).detach())
     return [y_RF.detach(), x_RD.grad, w_eFD.grad]
@@ -56,7 +56,7 @@ def test_the_loop_is_one_product_per_row(counts: list[int]) -> None:
     x_RD, w_eFD = random(sum(counts), D, dtype=torch.float64, seed=0), random(4, HIDDEN, D, dtype=torch.float64, seed=1)
     of_R = torch.arange(4).repeat_interleave(torch.tensor(counts))
     want = torch.einsum("rd,rfd->rf", x_RD, w_eFD[of_R])
-    torch.testing.assert_close(loop_product(x_RD, w_eFD, torch.tensor(counts)), want)
+    torch.testing.assert_close(loop_product(x_RD, w_eFD, Groups(torch.tensor(counts))), want)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_blackwells_gradients_of_empty_groups_are_zeroed(
     monkeypatch.setattr(torch, "_grouped_mm", lambda *given, offs: grouped_mm(*given, offs=offs) + 7 * idle)
     grad, h = random(14, D, dtype=torch.bfloat16, seed=0), random(14, HIDDEN, dtype=torch.bfloat16, seed=1)
     with imitate(Hardware("cuda", capability)), torch.no_grad():
-        found = grouped_gradient(grad, h, counts)
+        found = grouped_gradient(grad, h, Groups(counts))
     empty = (0.0 if capability == (10, 0) else 7.0) * torch.ones(2, D, HIDDEN, dtype=torch.bfloat16)
     assert torch.equal(found[[1, 3]], empty)
     assert (found[[0, 2]] != 0).all()
@@ -208,7 +208,7 @@ def test_the_etp_ranks_of_a_biased_expert_add_up() -> None:
     counts, total = torch.tensor([0, 7, 0, 11]), torch.zeros(18, D, dtype=torch.float64)
     for rank in range(2):
         part = experts("loop", torch.float64, HIDDEN // 2, **GPT_OSS)
-        part.set_etp_rank(rank)
+        part.etp_rank = rank
         for name, cut in {"w1": 1, "w3": 1, "w2": 2, "w1_bias": 1, "w3_bias": 1, "w2_bias": 1}.items():
             setattr(part, name, torch.nn.Parameter(getattr(whole, name).detach().chunk(2, cut)[rank]))
         total = total + part.products(x_RD, weight_R1, counts)

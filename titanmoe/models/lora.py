@@ -205,5 +205,6 @@ class AdaptedExperts(Experts):
         Their r becomes a multiple of what `multiplier` can multiply.
         """
         a, b = (to_local(getattr(self, adapter)) for adapter in adapter_names(name))
-        missing = -a.shape[1] % multiplier.width_multiple(a.dtype)
+        # Rows of torch's grouped product begin at 16 bytes.
+        missing = -a.shape[1] % (16 // a.itemsize) if multiplier.method == "grouped" else 0
         return (F.pad(a, (0, 0, 0, missing)), F.pad(b, (0, missing))) if missing else (a, b)

@@ -45,11 +45,6 @@ PRODUCTS = {"grouped": grouped_product, "even": even_product, "loop": loop_produ
 GRADIENTS = {"grouped": grouped_gradient, "even": even_gradient, "loop": loop_gradient}
 
 
-def width_multiple(method: ProductMethod, dtype: torch.dtype) -> int:
-    """Return the number of elements that each width of a product with factors of this dtype has to be a multiple of."""
-    return 16 // dtype.itemsize if method == "grouped" else 1  # rows of torch's grouped product begin at 16 bytes
-
-
 @dataclass(eq=False, kw_only=True)
 class ExpertProducts:
     """The matrix products of one call of a layer's experts: of routed tokens, sorted by expert, and weights."""
@@ -61,15 +56,6 @@ class ExpertProducts:
     kernels: str = "auto"
     index_R: Tensor | None = None
     """Global index of each routed token, for dropout of the experts' adapters; None without it."""
-
-    @property
-    def grouped(self) -> bool:
-        """Whether `torch._grouped_mm` multiplies, rather than a loop over experts or a batched product."""
-        return self.method == "grouped"
-
-    def width_multiple(self, dtype: torch.dtype) -> int:
-        """Return the number of elements that each width of a product of this dtype has to be a multiple of."""
-        return width_multiple(self.method, dtype)
 
     # ---- differentiable
 

@@ -53,14 +53,7 @@ class Experts(nn.Module):
         self.clamped = model.expert_activation == "clamped_swiglu"
         self.grouped_mm, self.kernels, self.dtype = options.grouped_mm, options.kernels, options.expert_dtype
         self.rounded = QuantisedWeights(self.kernels)
-        self.set_etp_rank(0)
-
-    def set_etp_rank(self, etp_rank: int) -> None:
-        """Set this rank's index among the etp ranks of its experts, which decides to which columns it adds `w2_bias`.
-
-        Called when the model is distributed over the ranks.
-        """
-        self.etp_rank = etp_rank
+        self.etp_rank = 0  # index among the etp ranks of its experts; set when the model is placed on the meshes
 
     # Replaced for halves of a microbatch, compilation and recomputation: so all run inside the hooks of the module.
     @named("experts")
@@ -80,13 +73,6 @@ class Experts(nn.Module):
             return {"w1_and_w3": self.w1_and_w3}
         return {"w1": to_local(self.w1), "w3": to_local(self.w3)}
 
-    def uses_grouped_mm(self, x_RD: Tensor, w1_eFD: Tensor) -> bool:
-        """Return whether `torch._grouped_mm` multiplies these tokens, not a loop over experts or a batched product.
-
-        It does if the option `[moe] grouped_mm` allows it and the device, dtype and widths suit it (`can_group`).
-        """
-        return self.grouped_mm != "loop" and can_group(x_RD, *w1_eFD.shape[1:])
-
     # A method so that compilation and recomputation can wrap it.
     def products(self, x_RD: Tensor, weight_R1: Tensor, count_e: Tensor) -> Tensor:
         """Return each routed token's output of its expert, times its routing weight: (R, D). Observers are not told."""
@@ -104,9 +90,9 @@ class Experts(nn.Module):
         Of `x_RD` only shape, dtype and device are read. On GPUs the host waits if torch.compile traces a loop over
         experts.
         """
-        method: ProductMethod = "grouped" if self.uses_grouped_mm(x_RD, to_local(self.w1)) else "loop"
-        if method == "loop" and self.even_rows:
-            method = "even"
+        method: ProductMethod = "even" if self.even_rows else "loop"
+        if self.grouped_mm != "loop" and can_group(x_RD, *to_local(self.w1).shape[1:]):
+            method = "grouped"
         if torch.compiler.is_compiling():
             return TracedProducts.of(count_e, method, self.clamped, self.kernels)
         common = {"groups": Groups(count_e), "clamped": self.clamped, "kernels": self.kernels}

@@ -90,21 +90,11 @@ class QuantisedWeights:
         return narrow
 
 
-def scaled_grouped_mm(x: Quantised, w: Quantised, ends_e: Tensor) -> Tensor:
-    """Multiply the quantised tokens of each expert by its transposed weight, by `torch._scaled_grouped_mm`: (R, F).
-
-    `w` has the weights (e, F, D), `ends_e` the index in x of the token after each expert's last, int32.
-    """
-    return torch._scaled_grouped_mm(
-        x.q, w.q.transpose(1, 2), x.scale, w.scale, offs=ends_e, out_dtype=x.dtype, use_fast_accum=True
-    )
-
-
 def plain_scaled_grouped_mm(x: Quantised, w: Quantised, sizes: list[int]) -> Tensor:
     """Multiply the quantised tokens of each expert by its transposed weight, by a loop over experts in float32: (R, F).
 
-    The reference of `scaled_grouped_mm`. `w` has the weights (e, F, D), `sizes` the number of each expert's tokens, R
-    together.
+    The reference of `torch._scaled_grouped_mm`. `w` has the weights (e, F, D), `sizes` the number of each expert's
+    tokens, R together.
     """
     rows = (x.q.to(torch.float32) * x.scale.unsqueeze(1)).split(sizes)
     weights = w.q.to(torch.float32) * w.scale.unsqueeze(2)
@@ -121,19 +111,18 @@ class EightBitProducts(ExpertProducts):
     emulated: bool = False
     """Whether `plain_scaled_grouped_mm` multiplies instead of the hardware's product; `method` is "loop" then."""
 
-    def width_multiple(self, dtype: torch.dtype) -> int:
-        return super().width_multiple(torch.float8_e4m3fn)
-
     def token_factor(self, x_RD: Tensor) -> Quantised:
         return quantise(x_RD, self.kernels)
 
     def weight_factor(self, name: str, w_eFD: Tensor) -> Quantised:
         return self.rounded(name, w_eFD)
 
-    def product(self, x_RD: Quantised, w_eFD: Quantised) -> Tensor:
+    def product(self, x: Quantised, w: Quantised) -> Tensor:
         if self.emulated:
-            return plain_scaled_grouped_mm(x_RD, w_eFD, self.groups.sizes)
-        return scaled_grouped_mm(x_RD, w_eFD, self.groups.ends_e)
+            return plain_scaled_grouped_mm(x, w, self.groups.sizes)
+        return torch._scaled_grouped_mm(
+            x.q, w.q.transpose(1, 2), x.scale, w.scale, offs=self.groups.ends_e, out_dtype=x.dtype, use_fast_accum=True
+        )
 
 
 def missing(on_gpu: bool) -> str:

@@ -40,37 +40,32 @@ class Groups:
         return host_sync.read_numbers(self.count_e)  # on GPUs the host waits
 
 
-def as_groups(count: Tensor | Groups) -> Groups:
-    """Wrap a tensor (e,) of the numbers of each expert's tokens as Groups; return Groups as they are."""
-    return count if isinstance(count, Groups) else Groups(count)
-
-
-def loop_product(x_RD: Tensor, w_eFD: Tensor, count: Tensor | Groups) -> Tensor:
+def loop_product(x_RD: Tensor, w_eFD: Tensor, groups: Groups) -> Tensor:
     """Multiply the tokens of each expert by its transposed weight, one product per expert: (R, F).
 
     Differentiable. An expert without tokens gets a gradient of exact zeros. Rows after the last expert's tokens, which
     only a padded buffer has, are zero in the result (in `grouped_product` they are undefined). On GPUs the host waits
-    for `count`.
+    for `groups.sizes`.
     """
-    sizes = as_groups(count).sizes
-    *groups, unused = x_RD.split([*sizes, x_RD.shape[0] - sum(sizes)])
-    products = [x @ w.t() for x, w in zip(groups, w_eFD.unbind(), strict=True)]
+    sizes = groups.sizes
+    *rows, unused = x_RD.split([*sizes, x_RD.shape[0] - sum(sizes)])
+    products = [x @ w.t() for x, w in zip(rows, w_eFD.unbind(), strict=True)]
     return torch.cat([*products, unused.new_zeros(unused.shape[0], w_eFD.shape[1])])
 
 
-def grouped_product(x_RD: Tensor, w_eFD: Tensor, count: Tensor | Groups) -> Tensor:
+def grouped_product(x_RD: Tensor, w_eFD: Tensor, groups: Groups) -> Tensor:
     """Multiply the tokens of each expert by its transposed weight, by `torch._grouped_mm`: (R, F). Differentiable.
 
     The tokens have a dtype and width that `can_group` allows. Rows after the last expert's tokens, which only a padded
     buffer has, are undefined in the result.
     """
-    return torch._grouped_mm(x_RD, w_eFD.transpose(1, 2), offs=as_groups(count).ends_e)
+    return torch._grouped_mm(x_RD, w_eFD.transpose(1, 2), offs=groups.ends_e)
 
 
-def even_product(x_RD: Tensor, w_eFD: Tensor, count: Tensor | Groups) -> Tensor:
+def even_product(x_RD: Tensor, w_eFD: Tensor, groups: Groups) -> Tensor:
     """Multiply the tokens of each expert by its transposed weight in one batched product: (R, F).
 
-    Not differentiable. All experts must have R / e tokens, so `count` is not read, and no host sync is needed.
+    Not differentiable. All experts must have R / e tokens, so `groups` is not read, and no host sync is needed.
     """
     out_RF = x_RD.new_empty(x_RD.shape[0], w_eFD.shape[1])  # no view, so that it can be changed in place
     e = len(w_eFD)
@@ -78,22 +73,21 @@ def even_product(x_RD: Tensor, w_eFD: Tensor, count: Tensor | Groups) -> Tensor:
     return out_RF
 
 
-def even_gradient(grad_RD: Tensor, h_RF: Tensor, count: Tensor | Groups) -> Tensor:
+def even_gradient(grad_RD: Tensor, h_RF: Tensor, groups: Groups) -> Tensor:
     """Compute the gradient of the weights (e, D, F) in one batched product, for experts with equally many tokens."""
-    e = len(as_groups(count).count_e)
+    e = len(groups.count_e)
     return torch.bmm(grad_RD.unflatten(0, (e, -1)).transpose(1, 2), h_RF.unflatten(0, (e, -1)))
 
 
-def loop_gradient(grad_RD: Tensor, h_RF: Tensor, count: Tensor | Groups) -> Tensor:
-    """Compute the gradient of the weights (e, D, F) by one product per expert. On GPUs the host waits for `count`."""
-    sizes = as_groups(count).sizes
+def loop_gradient(grad_RD: Tensor, h_RF: Tensor, groups: Groups) -> Tensor:
+    """Compute the gradient of the weights (e, D, F) by one product per expert. On GPUs the host waits for sizes."""
+    sizes = groups.sizes
     per_expert = zip(grad_RD[: sum(sizes)].split(sizes), h_RF[: sum(sizes)].split(sizes), strict=True)
     return torch.stack([g.t() @ h for g, h in per_expert])
 
 
-def grouped_gradient(grad_RD: Tensor, h_RF: Tensor, count: Tensor | Groups) -> Tensor:
+def grouped_gradient(grad_RD: Tensor, h_RF: Tensor, groups: Groups) -> Tensor:
     """Compute the gradient of the weights (e, D, F) by torch's grouped product; zeros for experts without tokens."""
-    groups = as_groups(count)
     grad_eDF = torch._grouped_mm(grad_RD.t(), h_RF, offs=groups.ends_e)
     if forgets_empty_groups(grad_RD):
         grad_eDF.masked_fill_((groups.count_e == 0).view(-1, 1, 1), 0)

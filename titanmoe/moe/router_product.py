@@ -56,13 +56,9 @@ def _product_on_gpu(a: Tensor, b: Tensor) -> Tensor:
     return torch.mm(a, b, out_dtype=torch.float32)
 
 
-def _plain_product(a: Tensor, b: Tensor) -> Tensor:
-    return a.float() @ b.float()
-
-
 def _wide_product(a: Tensor, b: Tensor) -> Tensor:
     """Multiply two bfloat16 matrices with a float32 result."""
-    return device.choose(a, _product_on_gpu, cpu=_plain_product)(a, b)
+    return device.choose(a, _product_on_gpu, cpu=lambda a, b: a.float() @ b.float())(a, b)
 
 
 class _ProductByTerms(torch.autograd.Function):

@@ -26,7 +26,6 @@ from titanmoe.moe.expert_products import (
     multiply,
     plain_swiglu,
     up_backward,
-    width_multiple,
 )
 from titanmoe.moe.grouped_mm import Groups
 
@@ -59,10 +58,6 @@ class TracedProducts:
         elif method == "loop":
             groups.append(count_e.to("cpu"))  # on GPUs the host waits
         return TracedProducts(groups=groups, method=method, clamped=clamped, kernels=kernels)
-
-    def width_multiple(self, dtype: torch.dtype) -> int:
-        """Return the number of elements that each width of a product of this dtype has to be a multiple of."""
-        return width_multiple(self.method, dtype)
 
     def up(self, x_RD: Tensor, *weights: Tensor, sums: Sequence[None] = ()) -> tuple[Tensor, ...]:
         """Return the product of the tokens with each of the weights (e, F, D), one tensor (R, F) each. Differentiable.

@@ -114,7 +114,7 @@ class ExpertParallel(Sharded):
     mesh, other_axes, summed_over = "ep x etp", Shard(0), "etp"
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.set_etp_rank(device_mesh.get_coordinate()[-1])
+        module.etp_rank = device_mesh.get_coordinate()[-1]
         return super()._apply(module, device_mesh)
 
 

@@ -211,7 +211,7 @@ class UnshardedExperts:
             self.totals[computed] = grad.new_empty(shape, dtype=self.sum_dtype)
             for weight, total in zip(weights, self.totals[computed], strict=True):
                 weight.grad = total
-        options = {"grouped": products.grouped, "kernels": products.kernels}
+        options = {"grouped": products.method == "grouped", "kernels": products.kernels}
         add_gradient(self.totals[computed], grad, x, products.groups, add=add, **options)
 
     def _send(self, weight: Weight) -> None:
