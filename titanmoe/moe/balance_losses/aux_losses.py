@@ -1,7 +1,7 @@
-"""Load-balancing losses: even loads within each sample, each microbatch, or the whole step.
+"""Load-balancing losses, for even loads within each sample, each microbatch or the whole step, and the z loss.
 
-Each is the mean of E * sum over experts of f * P: f is the fraction of choices that fall on an expert, counted over the
-loss's scope and constant in backward, and P the mean score of tokens for it.
+Each of the former is the mean of E * sum over experts of f * P: f is the fraction of choices that fall on an expert,
+counted over the loss's scope and constant in backward, and P the mean score of tokens for it.
 
 Shapes: B samples of a microbatch, E experts, P = 1 + microbatches of a pass.
 """
@@ -67,3 +67,10 @@ class AuxLossGlobal(BalanceLoss):
         choices = so_far_1E.sum(dtype=torch.float64).clamp(min=1)
         constant_1E = so_far_1E / choices * self.model.num_experts
         return (routed.score_sums() * (constant_1E / routed.step_tokens)).sum()
+
+
+class ZLoss(BalanceLoss):
+    """Loss that keeps logits small (ST-MoE, arXiv 2202.08906): the mean over tokens of logsumexp(logits)^2."""
+
+    def forward(self, routed: RouterOutput) -> Tensor:
+        return (routed.logits_TE.logsumexp(-1).square() * routed.valid_T).sum() / routed.step_tokens

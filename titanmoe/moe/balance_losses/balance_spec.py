@@ -61,7 +61,7 @@ class GlobalSpec(BalanceSpec):
 
 class ZSpec(BalanceSpec):
     help = "z_loss keeps logits small."
-    implementation = "titanmoe.moe.balance_losses.z_loss:ZLoss"
+    implementation = "titanmoe.moe.balance_losses.aux_losses:ZLoss"
     evens_loads = False
 
 
