@@ -30,8 +30,7 @@ def tokens(samples: int, microbatch: int, valid_T: Tensor | None = None) -> Toke
 
 
 def forward(one: Balance, logits_TE: Tensor, chosen_TK: Tensor, about: Tokens) -> Tensor:
-    sigmoid = one.model.score_function == "sigmoid"
-    scores_TE = logits_TE.sigmoid() if sigmoid else logits_TE.softmax(-1)
+    scores_TE = logits_TE.sigmoid() if one.normalises else logits_TE.softmax(-1)
     weights_TK = scores_TE.gather(1, chosen_TK)
     chosen_TK = chosen_TK.where(about.valid_T.unsqueeze(1), E)
     count_BE = count_choices(chosen_TK, about.sample_T, len(about.position_BS), E)
@@ -127,11 +126,11 @@ def test_a_recomputed_forward_changes_nothing() -> None:
         return torch.autograd.grad(weights_TK.sum(), logits[m])[0]
 
     grads = [run(m) for m in range(3)]
-    one.record_dropped(torch.tensor(5), torch.tensor(1))
+    one.counts.record(torch.tensor(1), ("dropped",), torch.tensor(5))
     before = {name: buffer.clone() for name, buffer in one.named_buffers()}
     for m in (1, 0, 2, 1):
         assert torch.equal(run(m), grads[m])
-        one.record_dropped(torch.tensor(5), torch.tensor(1))
+        one.counts.record(torch.tensor(1), ("dropped",), torch.tensor(5))
     for name, buffer in one.named_buffers():
         assert torch.equal(buffer, before[name]), name
     assert counted(one).counts["dropped"] == 5

@@ -50,7 +50,7 @@ class Balance(nn.Module):
 
     def __init__(self, model: Model, options: MoEOptions, microbatches: int):
         super().__init__()
-        self.model, self.kernels = model, options.kernels
+        self.kernels = options.kernels
         self.normalises = not score_function_of(model).scores_sum_to_one
         on = active_losses(options)
         self.coefficients = tuple(term.coefficient for term in on)
@@ -59,8 +59,8 @@ class Balance(nn.Module):
         self.sequence: Group = NO_GROUP  # cp x tp: ranks that own tokens of the same samples
         self.data: Group = NO_GROUP  # dp_replicate x dp_shard
 
-        def buffer(name: str, *shape: int, dtype: torch.dtype = torch.float64) -> None:
-            self.register_buffer(name, torch.zeros(shape, dtype=dtype), persistent=False)
+        def buffer(name: str, *shape: int) -> None:
+            self.register_buffer(name, torch.zeros(shape, dtype=torch.float64), persistent=False)
 
         self.counts = StepCounts(RowLayout.of(model.num_experts, options), microbatches)
         buffer("coefficients_X", len(on))
@@ -125,14 +125,6 @@ class Balance(nn.Module):
             for name, term, coefficient in zip(self.counts.layout.losses, terms, self.coefficients, strict=True):
                 self.counts.record(tokens.microbatch, (name,), coefficient * term)
         return _Attach.apply(weights_TK, self.coefficients_X, *terms) if terms else weights_TK
-
-    def record_dropped(self, dropped: Tensor, microbatch: Tensor) -> None:
-        """Record how many of this rank's choices of experts a microbatch dropped because they were over capacity.
-
-        Overwrites what was recorded for the microbatch. Both arguments are scalars; `microbatch` is its index in the
-        pass.
-        """
-        self.counts.record(microbatch, ("dropped",), dropped)
 
 
 @torch.no_grad()

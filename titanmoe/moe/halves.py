@@ -37,11 +37,7 @@ def accept_exchanges(experts: Experts) -> None:
     def forward(*routed: Any) -> Any:
         if isinstance(routed[0], Tensor):
             return plain(*routed)
-        in_flight = []
-        for exchange in routed:
-            y_RD = plain(*exchange.receive_routed())
-            in_flight.append(exchange.start_combine(y_RD))
-        return in_flight
+        return [exchange.start_combine(plain(*exchange.receive_routed())) for exchange in routed]
 
     experts.forward = forward
 

@@ -94,7 +94,7 @@ class MoE(nn.Module):
             return weights_TK, chosen_TK, 0
         samples = count_BE.shape[0]
         within_TK = self.capacity(chosen_TK, weights_TK, tokens, samples)
-        self.balance.record_dropped((within_TK != chosen_TK).sum(), tokens.microbatch)
+        self.balance.counts.record(tokens.microbatch, ("dropped",), (within_TK != chosen_TK).sum())
         return weights_TK, within_TK, self.capacity.slots_per_expert(samples, x_TD.shape[0]) if self.pad else 0
 
     # Both are methods so that dropout of adapters can wrap them, which reads the tokens.

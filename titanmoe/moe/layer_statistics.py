@@ -59,7 +59,7 @@ class Statistic(NamedTuple):
     """The names of the numbers that are counted for it, keys of LayerStatistics.counts."""
     measure: Callable[[RouterOutput], Tensor] | None = None
     """Counts these numbers in this rank's tokens of a microbatch, in one tensor, one for each of `counts`; these are
-    summed over microbatches and ranks. None if the layer records them, as `Balance.record_dropped` does."""
+    summed over microbatches and ranks. None if the layer records them, as `MoE.route` does."""
 
 
 def entropy_and_count(scores_TE: Tensor, valid_T: Tensor, normalise: bool, kernels: str = "auto") -> Tensor:
