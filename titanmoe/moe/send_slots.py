@@ -31,6 +31,15 @@ class Route(NamedTuple):
     """The slots of each token; S for a choice of no expert."""
 
 
+def local_choices(chosen_NK: Tensor, part: int, experts: int) -> Tensor:
+    """Return chosen experts numbered within a part of the experts; `experts` for those of other parts.
+
+    Parts are consecutive, of `experts` experts each; `part` is the index of this one.
+    """
+    chosen_NK = chosen_NK - part * experts
+    return chosen_NK.where((chosen_NK >= 0) & (chosen_NK < experts), experts)
+
+
 def sort_by_expert(chosen_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """Sort the T * K choices by expert, then by token, with choices of no expert last.
 

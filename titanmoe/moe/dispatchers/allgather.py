@@ -21,7 +21,7 @@ from titanmoe.comm.collectives import all_gather, all_gather_autograd, reduce_sc
 from titanmoe.comm.host_sync import HostCopy
 from titanmoe.moe.dispatchers.dispatcher import Dispatcher
 from titanmoe.moe.permute import unpermute_tokens
-from titanmoe.moe.send_slots import Route, assign_slots, fill_slots, sort_by_expert
+from titanmoe.moe.send_slots import Route, assign_slots, fill_slots, local_choices, sort_by_expert
 from titanmoe.observe import named
 
 
@@ -32,14 +32,7 @@ class AllGather(Dispatcher):
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, slots_per_expert: int) -> SummedExchange:
         """Gather the tokens of the dispatch group, wait, and copy a routed token for each choice of a local expert.
 
-        Collective over the dispatch group, of G ranks.
-
-        Args:
-            x_TD: this rank's tokens.
-            weights_TK: the routing weights of each token's chosen experts.
-            chosen_TK: the numbers of each token's chosen experts; E for no expert.
-            slots_per_expert: the slots of a padded expert buffer for each sending rank, so that the buffer has G times
-                as many; 0 for buffers without padding.
+        Collective over the dispatch group. A padded expert buffer has `slots_per_expert` slots for each sending rank.
         """
         slots_per_expert *= self.group.size
         chosen_NK, order_C, count_e, number = self.gather_and_sort_choices(chosen_TK, slots_per_expert)
@@ -69,9 +62,8 @@ class AllGather(Dispatcher):
             rank; the choices sorted by expert; the number of choices of each local expert (e,); and the sum of these
             numbers, while it is copied to the host, or None if expert buffers are padded.
         """
-        chosen_NK = all_gather(chosen_TK, 0, self.group) - self.group.rank // self.etp * self.local_experts
-        local = (chosen_NK >= 0) & (chosen_NK < self.local_experts)
-        chosen_NK = chosen_NK.where(local, self.local_experts)
+        chosen_NK = all_gather(chosen_TK, 0, self.group)
+        chosen_NK = local_choices(chosen_NK, self.group.rank // self.etp, self.local_experts)
         order_C, count_e = sort_by_expert(chosen_NK, self.local_experts)
         return chosen_NK, order_C, count_e, None if slots_per_expert else HostCopy(count_e.sum())
 
@@ -94,18 +86,8 @@ class SummedExchange(NamedTuple):
     kernels: str
 
     def receive_routed(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the routed tokens of this rank's experts; `dispatch` has already waited for them.
-
-        Returns:
-            The routed tokens (R, D), sorted by expert; their routing weights (R, 1); and the number of each expert's
-            (e,).
-        """
         return self.x_RD, self.weights_R1, self.count_e
 
     @named("combine")
     def combine(self, y_RD: Tensor) -> Tensor:
-        """Sum the outputs of this rank's experts by token, send the sums back, and return each token's total (T, D).
-
-        Collective over the dispatch group. `y_RD` has the order of `receive_routed`.
-        """
         return self.return_sums(unpermute_tokens(y_RD, self.route.source_S, self.route.slot_TJ, self.kernels))

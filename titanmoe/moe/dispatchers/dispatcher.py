@@ -36,7 +36,6 @@ class Exchange(Protocol):
             The routed tokens (R, D), sorted by expert; the routing weight of each (R, 1); the number of each expert's
             (e,).
         """
-        ...
 
     def combine(self, y_RD: Tensor) -> Tensor:
         """Send the experts' outputs back to their tokens' ranks; return each own token's sum of them (T, D).
@@ -44,7 +43,6 @@ class Exchange(Protocol):
         Collective over the dispatch group. Called once. The outputs `y_RD`, each already times its routing weight, are
         in the order of `receive_routed`.
         """
-        ...
 
 
 class SplitExchange(Exchange, Protocol):
@@ -62,7 +60,6 @@ class SplitExchange(Exchange, Protocol):
         Call `receive_routed` and `start_combine` on the returned exchange, and `finish_combine` on this one. A
         dispatcher whose tokens go straight to their experts' ranks returns the exchange itself.
         """
-        ...
 
     def start_combine(self, y_RD: Tensor) -> Any:
         """Start to send the experts' outputs back to their tokens' ranks; return the argument for `finish_combine`.
@@ -70,14 +67,12 @@ class SplitExchange(Exchange, Protocol):
         Collective over the dispatch group. The outputs `y_RD`, each already times its routing weight, are in the order
         of `receive_routed`.
         """
-        ...
 
     def finish_combine(self, in_flight: Any) -> Tensor:
         """Wait for the experts' outputs, and return each own token's sum of them (T, D).
 
         `in_flight` is what `start_combine` returned.
         """
-        ...
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from titanmoe.comm.host_sync import CountExchange
 from titanmoe.moe.dispatchers.alltoall import AllToAll, AllToAllExchange
 from titanmoe.moe.dispatchers.dispatcher import Dispatcher, Exchange, ExpertRanks
 from titanmoe.moe.permute import permute_tokens, unpermute_tokens
-from titanmoe.moe.send_slots import Route, assign_slots, sort_by_expert, truncate_buffer, truncate_route
+from titanmoe.moe.send_slots import Route, assign_slots, local_choices, sort_by_expert, truncate_buffer, truncate_route
 from titanmoe.observe import named
 from titanmoe.ops import device
 
@@ -44,12 +44,6 @@ class Hierarchical(Dispatcher):
 
         Collective over the dispatch group. The host waits for counts, unless expert buffers are padded. Within a single
         node, start the all-to-all to experts.
-
-        Args:
-            x_TD: this rank's tokens.
-            weights_TK: the routing weights of each token's chosen experts.
-            chosen_TK: the numbers of each token's chosen experts; E for no expert.
-            slots_per_expert: the slots of a padded expert buffer for each sending rank; 0 for buffers without padding.
         """
         across = self.ranks.across
         T, N = x_TD.shape[0], across.size
@@ -130,40 +124,20 @@ class HierarchicalExchange:
             The exchange inside the node, which brings the tokens to the experts.
         """
         x_VD, weights_VK = finish_all_to_all(self.x_VD), finish_all_to_all(self.weights_VK)
-        chosen_VK = self.local_choices(finish_all_to_all(self.choices_VK))
-        self.node_exchange = self.dispatcher.inner.dispatch(x_VD, weights_VK, chosen_VK, self.slots_per_expert)
+        inner, rank = self.dispatcher.inner, self.dispatcher.ranks.across.rank
+        chosen_VK = local_choices(finish_all_to_all(self.choices_VK).long(), rank, inner.num_experts)
+        self.node_exchange = inner.dispatch(x_VD, weights_VK, chosen_VK, self.slots_per_expert)
         return self.node_exchange
 
     def receive_routed(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Run the second hop, wait for it, and return the routed tokens of this rank's experts. Not after `relay`.
-
-        Returns:
-            The routed tokens (R, D), sorted by expert; their routing weights (R, 1); and the number of each expert's
-            (e,).
-        """
+        """Run the second hop, wait for it, and return the routed tokens of this rank's experts. Not after `relay`."""
         return self.relay().receive_routed()
 
-    def local_choices(self, chosen_VK: Tensor) -> Tensor:
-        """Return chosen experts (V, K), numbered from 0 for this node's first expert.
-
-        Choices of other nodes' experts become the number of experts of a node, which stands for "no expert".
-        """
-        node_experts = self.dispatcher.node_experts
-        chosen_VK = chosen_VK.long() - self.dispatcher.ranks.across.rank * node_experts
-        return chosen_VK.where((chosen_VK >= 0) & (chosen_VK < node_experts), node_experts)
-
     def combine(self, y_RD: Tensor) -> Tensor:
-        """Send the experts' outputs back over both hops, wait, and return each own token's sum of them (T, D).
-
-        Collective over the dispatch group. `y_RD` has the order of `receive_routed`.
-        """
         return self.finish_combine(self.start_combine(y_RD))
 
     def start_combine(self, y_RD: Tensor) -> InFlight:
-        """Start the first hop back: send the experts' outputs to the ranks of this node that forwarded the tokens.
-
-        Collective over the node's ranks. `y_RD` has the order of `receive_routed`.
-        """
+        """Start the first hop back. Collective over the node's ranks."""
         return self.node_exchange.start_combine(y_RD)
 
     @named("combine")

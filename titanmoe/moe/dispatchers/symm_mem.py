@@ -22,7 +22,7 @@ from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.moe.dispatchers.alltoall import AllToAll
 from titanmoe.moe.dispatchers.dispatcher import Dispatcher, Exchange, ExpertRanks
 from titanmoe.moe.dispatchers.symmetric_buffers import SymmetricBuffers, exchange, missing
-from titanmoe.moe.dispatchers.symmetric_places import Places, places
+from titanmoe.moe.dispatchers.symmetric_places import places
 from titanmoe.moe.permute import unpermute_tokens
 from titanmoe.moe.send_slots import Route, assign_unpadded_slots, fill_slots
 from titanmoe.observe import named
@@ -60,18 +60,16 @@ class Symmetric(Dispatcher):
         their outputs for these may be anything. If the routed tokens for any rank do not fit, nothing is sent, and that
         rank sets `needs_repeat`. While `memory` is None, the routed tokens go by AllToAll.
 
-        Args:
-            x_TD: this rank's tokens.
-            weights_TK: the routing weights of each token's chosen experts.
-            chosen_TK: the numbers of each token's chosen experts; E for no expert.
-            slots_per_expert: 0, because pad_to_capacity is refused with this dispatcher.
+        `slots_per_expert` is 0, because pad_to_capacity is refused with this dispatcher.
         """
         memory = self.memory
         if memory is None or self.group == NO_GROUP:
             return self.plain.dispatch(x_TD, weights_TK, chosen_TK, slots_per_expert)
         rows = chosen_TK.numel() * self.etp
         choice_S, slot_CX, count_E = assign_unpadded_slots(chosen_TK, self.num_experts, self.ep, self.etp, self.kernels)
-        to_S, from_R, slots_e, fits, _ = self.gather_places(count_E, memory, rows)
+        count_GE = all_gather(count_E, 0, self.group).view(-1, self.num_experts)
+        to_S, from_R, slots_e, fits, overflows = places(count_GE, self.ranks, memory.limit, rows, memory.receive_slots)
+        memory.needs_repeat.logical_or_(overflows)
         # If not, no row is sent and no token has one, so that everything stays finite until the flag is read.
         x_SD, weights_S1, route = fill_slots(x_TD, weights_TK, choice_S, slot_CX.where(fits, rows), self.kernels)
         x_RD, weights_R1 = exchange((x_SD, weights_S1), to_S, from_R, memory.name)
@@ -85,21 +83,6 @@ class Symmetric(Dispatcher):
             route=route,
             kernels=self.kernels,
         )
-
-    def gather_places(self, count_E: Tensor, memory: SymmetricBuffers, rows: int) -> Places:
-        """Gather all ranks' counts of routed tokens, and compute where each routed token goes to and comes from.
-
-        Collective over the dispatch group. Sets `needs_repeat` of `memory` if the routed tokens for this rank do not
-        fit into its receive buffer.
-
-        Args:
-            count_E: the number of this rank's choices of each expert.
-            rows: the slots of this rank's send buffer.
-        """
-        count_GE = all_gather(count_E, 0, self.group).view(-1, self.num_experts)
-        out = places(count_GE, self.ranks, memory.limit, rows, memory.receive_slots)
-        memory.needs_repeat.logical_or_(out.overflows)
-        return out
 
 
 class SymmetricExchange(NamedTuple):
@@ -125,9 +108,5 @@ class SymmetricExchange(NamedTuple):
 
     @named("combine")
     def combine(self, y_RD: Tensor) -> Tensor:
-        """Write the experts' outputs back to their tokens' ranks, and return each own token's sum of them (T, D).
-
-        Collective over the dispatch group. `y_RD` has the order of `receive_routed`.
-        """
         (y_SD,) = exchange((y_RD,), self.from_R, self.to_S, self.memory)
         return unpermute_tokens(y_SD, self.route.source_S, self.route.slot_TJ, self.kernels)

@@ -198,10 +198,6 @@ class SymmetricBuffers(SharedBuffers):
         """Return {"overflow_reruns": the number of steps so far that were repeated because a buffer was too small}."""
         return {"overflow_reruns": self.repeats}
 
-    def barrier(self) -> None:
-        """Wait until all ranks of the group have called this; on GPUs the stream waits, not the host."""
-        self.handles[0][1].barrier()
-
     def exchange(self, rows: Sequence[Tensor], to_N: Tensor, from_M: Tensor) -> tuple[Tensor, ...]:
         """Write rows to their places in the ranks' buffers, wait, and return what arrived. Collective over the group.
 
@@ -209,7 +205,8 @@ class SymmetricBuffers(SharedBuffers):
             For each of `rows`, a copy of this rank's buffer, with zeros in unused slots. Not differentiable.
         """
         buffers = (self.rows, self.weights)[: len(rows)]
-        return exchange_steps(self.barrier, partial(self.put, rows, buffers, to_N), partial(self.take, buffers, from_M))
+        barrier = self.handles[0][1].barrier  # on GPUs the stream waits, not the host
+        return exchange_steps(barrier, partial(self.put, rows, buffers, to_N), partial(self.take, buffers, from_M))
 
     def put(self, rows: Sequence[Tensor], buffers: Sequence[Buffers], to_N: Tensor) -> None:
         """Write this rank's rows to the buffers of all ranks: the step of `exchange` between its two barriers.
