@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from titanmoe import observe
 from titanmoe.config.blocks import has_experts, rotary_width
-from titanmoe.config.schema import Config, Model
-from titanmoe.config.schema import MoE as MoEOptions
+from titanmoe.config.schema import Config
 from titanmoe.models.families import mixers
 from titanmoe.models.layers import FeedForward, Linear, RMSNorm, SharedExpert, rope_angles
 from titanmoe.models.mixers.mixer_spec import MixerSpec
@@ -33,27 +32,18 @@ from titanmoe.tokens import Tokens
 class Block(nn.Module):
     """A block: norm and mixer, then norm and a dense network or experts, each added to the residual stream."""
 
-    def __init__(
-        self,
-        model: Model,
-        mixer: MixerSpec,
-        options: MoEOptions,
-        *,
-        seed: int,
-        layer: int,
-        microbatches: int,
-        dtype: torch.dtype,
-    ):
+    def __init__(self, config: Config, mixer: MixerSpec, layer: int, microbatches: int, dtype: torch.dtype):
         super().__init__()
+        model, options, seed = config.model, config.moe, config.training.seed
         norm = model.dim, model.norm_eps, dtype, model.norm_adds_one, options.kernels
         self.attention_norm = RMSNorm(*norm)
         self.attention = mixer.build(model, layer, dtype, options.kernels)
         self.ffn_norm = RMSNorm(*norm)
         self.moe = self.ffn = None
         if has_experts(model, layer):
-            shared = (
-                SharedExpert(model.dim, model.shared_hidden, model.shared_gate, dtype) if model.shared_hidden else None
-            )
+            shared = None
+            if model.shared_hidden:
+                shared = SharedExpert(model.dim, model.shared_hidden, model.shared_gate, dtype)
             self.moe = MoE(
                 model, options, shared=shared, seed=seed, layer=layer, microbatches=microbatches, dtype=dtype
             )
@@ -103,10 +93,6 @@ class Block(nn.Module):
         return x_BsD + y_BsD
 
 
-def _backward_of(layer: int, grad: Tensor) -> None:
-    observe.active.layer(layer)
-
-
 class _AddGradient(torch.autograd.Function):
     """An identity on the scores (N, B, S) whose backward gives `other_loss_BS` the gradient of the loss, scores[0]."""
 
@@ -128,17 +114,16 @@ class MultiToken(nn.Module):
     training.mtp_weight, adds its gradient to that of the loss.
     """
 
-    def __init__(
-        self, model: Model, weight: float, block: nn.Module, microbatches: int, dtype: torch.dtype, kernels: str
-    ):
+    def __init__(self, config: Config, block: nn.Module, microbatches: int, dtype: torch.dtype):
         super().__init__()
-        dim, norm = model.dim, (model.dim, model.norm_eps, dtype, model.norm_adds_one, kernels)
+        model, dim = config.model, config.model.dim
+        norm = dim, model.norm_eps, dtype, model.norm_adds_one, config.moe.kernels
         self.hidden_norm = RMSNorm(*norm)
         self.embed_norm = RMSNorm(*norm)
         self.project = Linear(2 * dim, dim, dtype=dtype)
         self.block = block
         self.norm = RMSNorm(*norm)
-        self.weight = weight
+        self.weight = config.training.mtp_weight
         # Indexed by microbatch, whatever order a schedule runs them in; this rank's sums over labels.
         self.register_buffer("loss_M", torch.zeros(microbatches, dtype=torch.float64), persistent=False)
 
@@ -205,15 +190,7 @@ class Transformer(nn.Module):
         of_blocks = mixers(model)
 
         def block(layer: int) -> Block:
-            return Block(
-                model,
-                of_blocks[layer],
-                config.moe,
-                seed=config.training.seed,
-                layer=layer,
-                microbatches=microbatches,
-                dtype=dtype,
-            )
+            return Block(config, of_blocks[layer], layer, microbatches, dtype)
 
         shared = config.parallelism.vocab == "pipeline"
         self.embed = Embedding(model.vocab_size, model.dim, dtype) if first and not shared else None
@@ -225,9 +202,7 @@ class Transformer(nn.Module):
             self.head = FinalNorm(self.head.norm)
         self.mtp = self.embed_copy = None
         if last and model.mtp_depth:
-            extra = block(model.num_layers)
-            weight = config.training.mtp_weight
-            self.mtp = nn.ModuleList([MultiToken(model, weight, extra, microbatches, dtype, kernels)])
+            self.mtp = nn.ModuleList([MultiToken(config, block(model.num_layers), microbatches, dtype)])
             if not first and not shared:
                 self.embed_copy = Embedding(model.vocab_size, model.dim, dtype)
         self.tie()
@@ -265,7 +240,7 @@ class Transformer(nn.Module):
             observe.active.layer(int(number))
             x = block(x, rope, tokens)
             if x.requires_grad and observe.active is not observe.NOBODY:
-                x.register_hook(partial(_backward_of, int(number)))
+                x.register_hook(lambda grad, layer=int(number): observe.active.layer(layer))
         if self.head is None:
             return x
         if not with_mtp:
