@@ -65,4 +65,5 @@ def preset(family: str, size: str) -> dict[str, object]:
 def mixers(model: Model) -> list[MixerSpec]:
     """Return the spec of each block's mixer, in order; the block of multi-token prediction is the last."""
     family = family_of(model.family)
-    return [family.mixer_of(model, layer) for layer in range(model.num_layers + model.mtp_depth)]
+    layers = [family.mixer(model, layer) for layer in range(model.num_layers)]
+    return layers + layers[-1:] * model.mtp_depth

@@ -46,10 +46,6 @@ class Family(Spec):
     experts cannot be replaced. The planner counts the weights by it, but times them by the default plan.
     """
 
-    def mixer_of(self, model: Model, layer: int) -> MixerSpec:
-        """Return the spec of a block's mixer. The block of multi-token prediction has the last layer's mixer."""
-        return self.mixer(model, min(layer, model.num_layers - 1))
-
     def preset(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return the values that a family and a size give to options, by the option's path, such as "model.dim".
 

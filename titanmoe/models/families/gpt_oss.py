@@ -7,6 +7,7 @@ softmax is over the chosen experts only, so their weights already sum to one.
 from titanmoe.config.blocks import window
 from titanmoe.config.schema import Model
 from titanmoe.models.families import huggingface as hf
+from titanmoe.models.families import mixtral
 from titanmoe.models.families.family import Family
 
 SWITCHES = dict(
@@ -104,14 +105,7 @@ HF = hf.HuggingFace(
             "moe.experts.w2_bias": "mlp.experts.down_proj_bias",
         }
     ),
-    fields=hf.SHAPE
-    | hf.HEADS
-    | {
-        "num_experts": ("num_local_experts", "num_experts"),
-        "top_k": ("num_experts_per_tok",),
-        "expert_hidden": ("intermediate_size",),
-        "sliding_window": ("sliding_window",),
-    },
+    fields=mixtral.HF.fields | {"sliding_window": ("sliding_window",)},
     conversions=(hf.rope(1.5e5, _YARN), hf.Conversion(("layer_types",), _read_kinds, _write_kinds)),
     defaults=hf.DEFAULTS
     | {"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128}

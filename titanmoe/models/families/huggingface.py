@@ -175,6 +175,9 @@ ATTENTION = {
 } | {f"attention.{x}_norm.weight": f"self_attn.{x}_norm.weight" for x in "qk"}
 DENSE = swiglu("ffn.{w}.weight", "mlp.{w}.weight")
 EXPERTS = {"moe.router.weight": "mlp.gate.weight"} | swiglu("moe.experts.{w}", "mlp.experts.{expert}.{w}.weight")
+GATED_SHARED = swiglu("moe.shared.{w}.weight", "mlp.shared_expert.{w}.weight") | {
+    "moe.shared.gate.weight": "mlp.shared_expert_gate.weight"
+}
 
 SHAPE = {
     "vocab_size": ("vocab_size",),

@@ -32,15 +32,7 @@ HF = hf.HuggingFace(
     architecture="Qwen2MoeForCausalLM",
     family="qwen2_moe",
     switches=SWITCHES,
-    hf_tensors=hf.ENDS
-    | hf.layer(
-        hf.NORMS
-        | hf.ATTENTION
-        | hf.DENSE
-        | hf.EXPERTS
-        | hf.swiglu("moe.shared.{w}.weight", "mlp.shared_expert.{w}.weight")
-        | {"moe.shared.gate.weight": "mlp.shared_expert_gate.weight"}
-    ),
+    hf_tensors=hf.ENDS | hf.layer(hf.NORMS | hf.ATTENTION | hf.DENSE | hf.EXPERTS | hf.GATED_SHARED),
     fields=hf.SHAPE
     | hf.HEADS
     | {

@@ -131,13 +131,7 @@ def weights(*names: str) -> list[str]:
     return [f"attention.{name}.weight" for name in names]
 
 
-FEED_FORWARD = (
-    hf.NORMS
-    | hf.DENSE
-    | hf.EXPERTS
-    | hf.swiglu("moe.shared.{w}.weight", "mlp.shared_expert.{w}.weight")
-    | {"moe.shared.gate.weight": "mlp.shared_expert_gate.weight"}
-)
+FEED_FORWARD = hf.NORMS | hf.DENSE | hf.EXPERTS | hf.GATED_SHARED
 ATTENTION = hf.ATTENTION | hf.fused("self_attn.q_proj.weight", weights("wq", "wg"), _query_and_gate_rows)
 CONVOLUTION = [f"attention.conv_{part}" for part in "qkv"]
 DELTA = hf.fused("linear_attn.conv1d.weight", CONVOLUTION, qkv_rows, has_dim_of_1=True) | {
