@@ -92,8 +92,7 @@ class LatentAttention(nn.Module):
             )
         q_BSHh = self.queries(source_BSr, rope)  # a product of the full width: not recomputed
         return self.use_recomputable(
-            lambda: self.keys_and_values(latent_BSr, key_BSp, rope),
-            lambda k, v: self.attend(q_BSHh, k, v, mask),
+            lambda: self.keys_and_values(latent_BSr, key_BSp, rope), lambda k, v: self.attend(q_BSHh, k, v, mask)
         )
 
     def queries(self, source_BSr: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:

@@ -134,12 +134,7 @@ class RMSNorm(nn.Module):
     """Root-mean-square norm over the last dim."""
 
     def __init__(
-        self,
-        dim: int,
-        eps: float,
-        dtype: torch.dtype | None = None,
-        adds_one: bool = False,
-        kernels: str = "auto",
+        self, dim: int, eps: float, dtype: torch.dtype | None = None, adds_one: bool = False, kernels: str = "auto"
     ):
         """Allocate the weight, without values.
 

@@ -92,8 +92,7 @@ def flops(model: Model, by_head: bool, router: bool, steps: int) -> int:
         router: whether routers are matrices too.
         steps: number of Newton-Schulz steps for each matrix.
     """
-    total = 0
-    for shape, rows in matrix_parameters(model, router).values():
-        stack = prod(shape[:-2])
-        total += stack * sum(matrix.flops_per_step for matrix in matrices_of(shape[-2:], rows, by_head))
-    return steps * total
+    return steps * sum(
+        prod(shape[:-2]) * sum(matrix.flops_per_step for matrix in matrices_of(shape[-2:], rows, by_head))
+        for shape, rows in matrix_parameters(model, router).values()
+    )

@@ -47,7 +47,6 @@ def split_layers(
                 if first < end
             )
             for end in range(stage + 1, n + 1)
-            if any(first < end for first in best)
         }
     begins = [*best[n][1], n]
     return [range(a, b) for a, b in pairwise(begins)]

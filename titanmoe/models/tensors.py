@@ -278,7 +278,4 @@ def unmatched(field: str, patterns: Sequence[str], known: Collection[str], probl
         shown = [name.replace(prefix, "layers.*.") for name in known if name.startswith(prefix) or "layers" not in name]
         problem = problem or f"which {'matches' if len(unmatched) == 1 else 'match'} no parameter"
         listed = " and ".join(f'"{pattern}"' for pattern in unmatched)
-        yield Violation(
-            (field, "model.family"),
-            f"{field} has {listed}, {problem}: choose from {', '.join(shown)}",
-        )
+        yield Violation((field, "model.family"), f"{field} has {listed}, {problem}: choose from {', '.join(shown)}")

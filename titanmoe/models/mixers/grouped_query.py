@@ -11,15 +11,7 @@ from collections.abc import Iterator
 from titanmoe.config.blocks import rotary_width
 from titanmoe.config.ranges import Replicable, Violation, divisors, nearest_values
 from titanmoe.config.schema import Config, Model
-from titanmoe.models.mixers.mixer_spec import (
-    ClippedRows,
-    LocalBatch,
-    MatrixRows,
-    MixerSpec,
-    MixerWork,
-    Product,
-    Split,
-)
+from titanmoe.models.mixers.mixer_spec import ClippedRows, LocalBatch, MatrixRows, MixerSpec, MixerWork, Product, Split
 
 
 def attention_output_bytes(heads: int, value_dim: int, batch: LocalBatch, sinks: bool) -> int:

@@ -12,15 +12,7 @@ from collections.abc import Iterator
 from titanmoe.config.ranges import Violation
 from titanmoe.config.schema import Config, Model
 from titanmoe.models.mixers.grouped_query import attention_output_bytes
-from titanmoe.models.mixers.mixer_spec import (
-    ClippedRows,
-    LocalBatch,
-    MatrixRows,
-    MixerSpec,
-    MixerWork,
-    Product,
-    Split,
-)
+from titanmoe.models.mixers.mixer_spec import ClippedRows, LocalBatch, MatrixRows, MixerSpec, MixerWork, Product, Split
 
 GROUPED_QUERY_ALONE = (
     "qkv_bias", "out_bias", "attention_sinks", "sliding_window", "attention_gate", "qk_norm", "rotary_dim",
