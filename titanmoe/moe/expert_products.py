@@ -65,8 +65,8 @@ class ExpertProducts:
         Args:
             x_RD: the routed tokens, sorted by expert.
             weights: the experts' weights for gate and up, or one with both side by side.
-            sums: for each of the first weights, a function that adds its gradient to a sum over microbatches, so that
-                autograd gets none for it; None for a weight whose gradient autograd gets.
+            sums: for each weight a function that adds its gradient to a sum over microbatches, so that autograd gets
+                none for it, or None; () if autograd gets all gradients.
         """
         return apply_function(_Up, as_non_leaf(x_RD), self, sums, *map(as_non_leaf, weights))
 
@@ -239,16 +239,14 @@ def up_backward(
         x_RD: the tokens; None if no weight's gradient is wanted.
         weights: the weights of all local experts, (e, F, D) each.
         wanted: whether the gradient is wanted: of the tokens first, then of each weight.
-        sums: for each of the first weights, a function that adds its gradient to a sum over microbatches; None for a
-            weight whose gradient is returned.
+        sums: for each weight a function that adds its gradient to a sum over microbatches, or None; () to return all.
 
     Returns:
         The gradient of the tokens, and a list with that of each weight; None for those not wanted or added to a sum.
     """
     grads = [grad if grad.stride(1) == 1 and grad.stride(0) else grad.contiguous() for grad in grads]
     grad_x = _through(products, "up", grads, weights) if wanted[0] else None
-    adders = [*sums, *[None] * (len(weights) - len(sums))]
-    each = zip(grads, adders, wanted[1:], strict=True)
+    each = zip(grads, sums or [None] * len(weights), wanted[1:], strict=True)
     return grad_x, [products.weight_gradient(grad, x_RD, add) if wants else None for grad, add, wants in each]
 
 

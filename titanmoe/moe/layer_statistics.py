@@ -111,11 +111,6 @@ class RowLayout:
         """The number of columns of a layer's counts."""
         return self.num_experts + len(self.losses) + len(self.counts)
 
-    def columns(self, names: tuple[str, ...]) -> slice:
-        """Return the columns of several losses or counts, which must be adjacent in a row and named in its order."""
-        first = self.num_experts + (*self.losses, *self.counts).index(names[0])
-        return slice(first, first + len(names))
-
     def read(self, row: Tensor | list[float]) -> LayerStatistics:
         """Return the counts in a row (X,) with these columns by name, as tensors or numbers as the row has them."""
         values = dict(zip((*self.losses, *self.counts), row[self.num_experts :], strict=True))
@@ -169,10 +164,11 @@ class StepCounts(nn.Module):
 
         Args:
             microbatch: the index of the microbatch in the pass, a scalar.
-            names: the names of adjacent columns: a balance loss, or all counts of a statistic.
+            names: the names of adjacent columns, in their order: a balance loss, or all counts of a statistic.
             values: one value for each name.
         """
-        columns, row_1X = self.layout.columns(names), values.view(1, -1).to(torch.float64)
+        first = self.layout.num_experts + (*self.layout.losses, *self.layout.counts).index(names[0])
+        columns, row_1X = slice(first, first + len(names)), values.view(1, -1).to(torch.float64)
         self.counts_MX[:, columns].index_copy_(0, microbatch.view(1), row_1X)
 
     def record_routed(self, routed: RouterOutput) -> None:
