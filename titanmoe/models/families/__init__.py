@@ -63,7 +63,7 @@ def preset(family: str, size: str) -> dict[str, object]:
 
 
 def mixers(model: Model) -> list[MixerSpec]:
-    """Return the spec of each block's mixer, in order; the block of multi-token prediction is the last."""
+    """Return the spec of each block's mixer; the block of multi-token prediction comes last, with the last layer's."""
     family = family_of(model.family)
     layers = [family.mixer(model, layer) for layer in range(model.num_layers)]
     return layers + layers[-1:] * model.mtp_depth
