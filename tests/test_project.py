@@ -126,7 +126,7 @@ ROWS = {
     "policy": "config data tokens",
     "checkpoint": "comm config data files fold models moe ops parallel titanmoe",
     "train": "checkpoint comm config data files fold load_colours models moe observe ops parallel tokens",
-    "watch": "comm config data files fold observe ops parallel titanmoe train",
+    "watch": "checkpoint comm config data files fold observe ops parallel titanmoe train",
     "generate": "checkpoint comm config data files fold mask models moe ops parallel tokens train",
     "session": "checkpoint config data models parallel tokens train",
     "rl": "config data generate observe ops policy session tokens train",

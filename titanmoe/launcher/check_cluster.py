@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from titanmoe.checkpoint.on_all_ranks import from_rank, on_all_ranks
 from titanmoe.comm.collectives import Group
 from titanmoe.components import COMPONENTS
 from titanmoe.config import ConfigError
@@ -282,11 +283,8 @@ def time_axes(meshes: Meshes, runtime: Runtime) -> list[AxisTiming]:
             continue
         small, large = (build_collectives(group, size, runtime.device) for size in (SMALL, large_size))
         for message in messages:
-            latency, seconds = (
-                seconds_per_call(runtime, small[message], 20),
-                seconds_per_call(runtime, large[message], 5),
-            )
-            rate = large_size * (1 - 1 / group.size) / seconds
+            latency = seconds_per_call(runtime, small[message], 20)
+            rate = large_size * (1 - 1 / group.size) / seconds_per_call(runtime, large[message], 5)
             out.append(AxisTiming(axis, group.size, message, latency * 1e6, rate / 1e9))
             print_rank_0(out[-1].line())
     return out
@@ -327,24 +325,23 @@ def check(runtime: Runtime, only: list[str], recipe: str) -> dict[str, Any]:
     """
     node = int(os.environ.get("LOCAL_WORLD_SIZE", runtime.world))
     device = f"{runtime.device.type} {torch.cuda.get_device_name() if runtime.device.type == 'cuda' else ''}".strip()
-    places: list[Any] = [None] * runtime.world
-    dist.all_gather_object(places, (socket.gethostname(), device, torch.__version__))
+    places = on_all_ranks(dist.group.WORLD, lambda: (socket.gethostname(), device, torch.__version__))
     hosts = sorted(set(places))
     lines = [*versions(runtime), *(f"{host}: {kind}, torch {version}" for host, kind, version in hosts), ""]
     print_rank_0("\n".join(lines))
     problems = [] if len({place[1:] for place in places}) == 1 else ["the ranks' devices or versions of torch differ"]
 
-    outcome: list[Any] = [None]
-    if runtime.rank == 0:
+    def expected_or_problem() -> list[float] | str:
         try:
-            outcome[0] = run_steps_on_one_rank(runtime.world, runtime.device.type)
+            return run_steps_on_one_rank(runtime.world, runtime.device.type)
         except RuntimeError as error:
-            outcome[0] = str(error)
-    dist.broadcast_object_list(outcome, 0)
-    if isinstance(outcome[0], str):
-        return {"rows": [], "wires": [], "problems": [outcome[0]]}
+            return str(error)
+
+    expected = from_rank(dist.group.WORLD, 0, expected_or_problem)
+    if isinstance(expected, str):
+        return {"rows": [], "wires": [], "problems": [expected]}
     print_rank_0(f"two steps in float32 against one rank (allowed: {TOLERANCE:.0e})")
-    rows = compare(runtime, only, node, outcome[0])
+    rows = compare(runtime, only, node, expected)
     problems += [f"{row.name} is off by {row.error:.1e}" for row in rows if not row.is_ok]
 
     widest = math.gcd(node, 8)
@@ -371,7 +368,7 @@ def main() -> int:
     parser.add_argument("--alone", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.alone:
-        config = read_config([*command_line(options.alone, {}, options.device)], 1, COMPONENTS)
+        config = read_config(command_line(options.alone, {}, options.device), 1, COMPONENTS)
         print(json.dumps(run_steps(config, start(config))[0]))
         return 0
     try:

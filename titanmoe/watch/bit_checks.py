@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from titanmoe.checkpoint.on_all_ranks import on_all_ranks
 from titanmoe.comm.collectives import all_gather, to_local
 from titanmoe.config.schema import Optimizer as Options
 from titanmoe.fold.rank_groups import View, group_of, groups
@@ -193,14 +194,11 @@ class ReplicaCheck:
         single tensors.
         """
         rank = dist.get_rank()
-        own_prints: dict[str, int] = {}
-        for difference in differences:
-            if rank in difference.group:
-                own_prints |= {
-                    name: int(fingerprint(x)) for name, x, kind in self.replicated_state() if kind == difference.kind
-                }
-        prints_of_ranks: list[dict[str, int]] = [{} for _ in range(self.fold.world)]
-        dist.all_gather_object(prints_of_ranks, own_prints)
+        kinds = {difference.kind for difference in differences if rank in difference.group}
+        prints_of_ranks = on_all_ranks(
+            dist.group.WORLD,
+            lambda: {name: int(fingerprint(x)) for name, x, kind in self.replicated_state() if kind in kinds},
+        )
         lines = []
         for kind, group, ranks in differences:
             differing_names = {
@@ -274,9 +272,7 @@ def repeat_pass(gradients: Gradients, work: StepWork, local_sums: PassSums) -> t
     gradients.drop()
     sums = gradients.sums(work)
     second = pass_fingerprints(gradients, sums.local)
-    own_differences = [name for name in first if first[name] != second[name]]
-    differences: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(differences, own_differences)
+    differences = on_all_ranks(dist.group.WORLD, lambda: [name for name in first if first[name] != second[name]])
     return sums, describe_differences(differences)
 
 

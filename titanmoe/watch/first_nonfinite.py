@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from titanmoe.checkpoint.on_all_ranks import on_all_ranks
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Compile, Data, Model
 from titanmoe.data.batch import Batch
@@ -122,14 +123,10 @@ class NonFiniteTrace(Observer):
                 full_name = f"{name}.{short}" if name else short
                 self.weight_hooks[id(weight)] = weight.register_hook(partial(self._check_gradient, full_name))
 
-    @torch.no_grad()
     def _check_gradient(self, name: str, grad: Tensor) -> None:
-        not_finite = (grad.to_local() if isinstance(grad, DTensor) else grad).isfinite().logical_not()
         microbatch = torch.tensor(self.gradient_counts[name])
         self.gradient_counts[name] += 1
-        self.checked.append(
-            CheckedTensor(True, name, microbatch, not_finite.sum(), not_finite.numel(), None, weight=True)
-        )
+        self._check_tensor(True, name, microbatch, grad.to_local() if isinstance(grad, DTensor) else grad, weight=True)
 
     def _check_module(self, name: str, module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
         microbatch = getattr(self.thread, "microbatch", None)
@@ -142,10 +139,13 @@ class NonFiniteTrace(Observer):
                 x.register_hook(partial(self._check_tensor, True, name, microbatch))
 
     @torch.no_grad()
-    def _check_tensor(self, backward: bool, name: str, microbatch: Tensor, x: Tensor) -> None:
+    def _check_tensor(self, backward: bool, name: str, microbatch: Tensor, x: Tensor, weight: bool = False) -> None:
         not_finite = x.isfinite().logical_not()
-        rows_B = not_finite.flatten(1).any(1) if x.dim() == 3 and len(x) == len(self.batches[0].tokens_BS) else None
-        self.checked.append(CheckedTensor(backward, name, microbatch, not_finite.sum(), x.numel(), rows_B))
+        has_samples = not weight and x.dim() == 3 and len(x) == len(self.batches[0].tokens_BS)
+        rows_B = not_finite.flatten(1).any(1) if has_samples else None
+        self.checked.append(
+            CheckedTensor(backward, name, microbatch, not_finite.sum(), x.numel(), rows_B, weight=weight)
+        )
 
     def run(self, work: StepWork) -> StepSums:
         """Run the step's forward and backward, uncompiled and checked, and return the step's sums.
@@ -165,35 +165,31 @@ class NonFiniteTrace(Observer):
         nth: Counter[tuple[bool, int, int]] = Counter()
         findings: list[tuple[tuple[bool, int, int, int], CheckedTensor]] = []
         for checked in self.checked:
-            key = (
-                checked.backward,
-                int(checked.microbatch),
-                self._layer(checked.module) * (-1 if checked.backward else 1),
-            )
+            layer = self._layer(checked.module)
+            key = checked.backward, int(checked.microbatch), -layer if checked.backward else layer
             if int(checked.bad):
                 findings.append(((*key, nth[key]), checked))
             nth[key] += 1
         if not findings:
             return None
-        key, first = min(findings, key=lambda entry: entry[0])
+        findings.sort(key=lambda entry: entry[0])
+        key, first = findings[0]
         # If it has no dimension of samples, the next tensor of this layer that has one shows which are affected.
-        rows = [n.rows_B for other_key, n in sorted(findings, key=lambda entry: entry[0]) if other_key[:3] == key[:3]]
-        sample_rows = [rows_B for rows_B in rows if rows_B is not None]
-        return FirstNonFinite(
-            *key, first.module, int(first.bad), first.numbers, self._samples(key[1], sample_rows[:1]), first.weight
-        )
+        of_layer = [checked.rows_B for other, checked in findings if other[:3] == key[:3]]
+        rows_B = next((rows_B for rows_B in of_layer if rows_B is not None), None)
+        samples = {} if rows_B is None else self._samples(key[1], rows_B)
+        return FirstNonFinite(*key, first.module, int(first.bad), first.numbers, samples, first.weight)
 
     def _layer(self, module: str) -> int:
         """Return a module's layer: -1 for the embedding, the number of layers for modules after the last one."""
         kind, _, rest = module.partition(".")
         return int(rest.partition(".")[0]) if kind == "layers" else -1 if kind == "embed" else self.layers
 
-    def _samples(self, microbatch: int, rows: list[Tensor]) -> dict[int, str]:
+    def _samples(self, microbatch: int, rows_B: Tensor) -> dict[int, str]:
         numbers = list(self.loader.digest_samples(self.batches))
         batch, decode = self.batches[microbatch], text_tokenizer(self.data)
-        size = len(batch.tokens_BS)
-        indices = rows[0].nonzero().flatten().tolist() if rows else []
-        return {numbers[microbatch * size + row]: beginning_of_text(batch, row, decode) for row in indices}
+        indices = (microbatch * len(rows_B) + rows_B.nonzero()).flatten().tolist()
+        return {numbers[i]: beginning_of_text(batch, i % len(rows_B), decode) for i in indices}
 
 
 def _float_tensors(values: Any) -> list[Tensor]:
@@ -234,9 +230,7 @@ def find_first_nonfinite(trace: NonFiniteTrace, work: StepWork) -> tuple[StepSum
     """
     trace.passes.drop()
     sums = trace.run(work)
-    first_by_rank: list[FirstNonFinite | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(first_by_rank, trace.earliest())
-    return sums, describe_first_nonfinite(first_by_rank)
+    return sums, describe_first_nonfinite(on_all_ranks(dist.group.WORLD, trace.earliest))
 
 
 def describe_first_nonfinite(first_by_rank: list[FirstNonFinite | None]) -> str:

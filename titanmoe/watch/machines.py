@@ -19,6 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from titanmoe.checkpoint.on_all_ranks import from_rank, on_all_ranks, raise_on_all_ranks
 from titanmoe.watch.heartbeat import Heartbeat
 from titanmoe.watch.late_ranks import RankStatus
 
@@ -44,27 +45,25 @@ class Machines:
     """A random name of this start of the training job, the same on all ranks."""
 
     @staticmethod
-    def meet(rank: int, world: int) -> Machines:
+    def meet(rank: int) -> Machines:
         """Create this rank's heartbeat in shared memory, open those of the other ranks on this machine, and return all.
 
-        Collective over the world, of `world` ranks. Afterwards the files have no names any more, so nothing is left
-        when the ranks end.
+        Collective over the world. Afterwards the files have no names any more, so nothing is left when the ranks end.
         """
-        tokens: list[Any] = [uuid.uuid4().hex]
-        dist.broadcast_object_list(tokens, 0)
-        token = tokens[0]
+        token = from_rank(dist.group.WORLD, 0, lambda: uuid.uuid4().hex)
         try:
             folder, own_heart = _create_heartbeat(SHARED, token, rank)
         except OSError:  # there is no /dev/shm, or it is full
             folder, own_heart = _create_heartbeat(Path(tempfile.gettempdir()), token, rank)
-        identities: list[Any] = [None] * world
-        dist.all_gather_object(identities, (_identity(folder), socket.gethostname()))
+        identities = on_all_ranks(dist.group.WORLD, lambda: (_identity(folder), socket.gethostname()))
         keys = list(dict.fromkeys(key for key, _ in identities))
         ranks = [[r for r, (key, _) in enumerate(identities) if key == machine] for machine in keys]
         number = keys.index(identities[rank][0])
-        local = {r: own_heart if r == rank else Heartbeat(folder / str(r)) for r in ranks[number]}
-        # After this exchange every rank has opened all files of its machine.
-        dist.all_gather_object(identities, identities[rank])
+        # Afterwards every rank has opened all files of its machine.
+        local = raise_on_all_ranks(
+            dist.group.WORLD,
+            lambda: {r: own_heart if r == rank else Heartbeat(folder / str(r)) for r in ranks[number]},
+        )
         if rank == ranks[number][0]:
             shutil.rmtree(folder, ignore_errors=True)
         return Machines(

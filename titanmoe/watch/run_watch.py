@@ -55,8 +55,8 @@ def limits(options: Options, checkpoint: Checkpoint, gpu: bool) -> Limits:
     )
 
 
-PHASE_NAME_OF = {name: name for name in ("data", "generate", "reward")}
-PHASE_NAME_OF |= {"forward_backward": "forward and backward", "optimizer": "norm and update"}
+PHASE_NAME_OF = {"forward_backward": "forward and backward", "optimizer": "norm and update"}
+"""The heartbeat's names of phases, by the observers' name, where they differ."""
 
 
 class HeartbeatListener(Observer):
@@ -70,11 +70,10 @@ class HeartbeatListener(Observer):
         numbers[heartbeat.STEP] = step
         if name == "data":
             numbers[heartbeat.FIRST_STEP] = numbers[heartbeat.FIRST_STEP] or step
-            numbers[heartbeat.PREVIOUS_BEGUN], numbers[heartbeat.STEP_BEGUN] = (
-                numbers[heartbeat.STEP_BEGUN],
-                time.time_ns(),
-            )
-        self.heart.enter_phase(PHASE_NAMES.index(PHASE_NAME_OF[name]) if name in PHASE_NAME_OF else heartbeat.BETWEEN)
+            numbers[heartbeat.PREVIOUS_BEGUN] = numbers[heartbeat.STEP_BEGUN]
+            numbers[heartbeat.STEP_BEGUN] = time.time_ns()
+        phase = PHASE_NAME_OF.get(name, name)
+        self.heart.enter_phase(PHASE_NAMES.index(phase) if phase in PHASE_NAMES else heartbeat.BETWEEN)
 
     def microbatch(self, stage: int, number: int, backward: bool) -> None:
         self.position = Position(stage, number, -1, backward)
@@ -104,7 +103,7 @@ class Watch:
         """
         runtime, checks = training.runtime, training.guard.checks
         self.folder, self.rank = training.folder, runtime.rank
-        self.machines = Machines.meet(runtime.rank, runtime.world)
+        self.machines = Machines.meet(runtime.rank)
         self.heart = self.machines.own_heart
         communicators, gpu = training.meshes.communicators, device.kind(training.device) == "cuda"
         groups, local = name_groups(communicators, training.fold), own_groups(communicators)
