@@ -18,7 +18,7 @@ from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 from titanmoe.data.loader import Loader
 from titanmoe.fold.degrees import derive
-from titanmoe.launcher.score_command import _options
+from titanmoe.launcher.train_command import take_options
 from titanmoe.plan.memory import rank_memories
 from titanmoe.train.find_teacher import check_tokenizer, find_teacher
 
@@ -200,7 +200,8 @@ def test_scores_that_are_not_the_recipes_are_refused(scored: tuple, texts: Path)
 
 
 def test_the_words_of_the_command() -> None:
-    assert _options(["a.toml", "--top", "64", "--temperature=2", "--job.name", "b"]) == (
+    words = ["a.toml", "--top", "64", "--temperature=2", "--job.name", "b"]
+    assert take_options(words, "top", "temperature") == (
         {"top": "64", "temperature": "2"},
         ["a.toml", "--job.name", "b"],
     )

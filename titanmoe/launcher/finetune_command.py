@@ -12,6 +12,7 @@ import argparse
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ from titanmoe.config.load import read_draft
 from titanmoe.config.schema import Config
 from titanmoe.launcher.fit_ranks import Machine, this_machine
 from titanmoe.launcher.memory_check import similar_device
-from titanmoe.launcher.train_command import Request, parse_words, prepare, start
+from titanmoe.launcher.train_command import Request, parse_words, prepare, start, take_options
 from titanmoe.plan.links import Factors
 from titanmoe.plan.search import fits, search
 from titanmoe.train.launch_messages import exit_code_of, show_status
@@ -102,9 +103,9 @@ def run_finetune(words: Sequence[str]) -> int:
     The code is 2 for a refused request, as when that file exists with another text. With --help (code 0), or without
     words (2), only the usage is printed.
     """
-    names, rest = _leading_names(words)
-    flags = {word for word in rest if word in ("--lora", "--full", "--dpo")}
-    request = parse_words([word for word in rest if word not in flags])
+    names = list(takewhile(lambda word: not word.startswith("-"), words))
+    flags = {word for word in words if word in ("--lora", "--full", "--dpo")}
+    request = parse_words([word for word in words[len(names) :] if word not in flags])
     if request.get("help") or not words:
         print(USAGE, end="", flush=True)
         return 0 if words else 2
@@ -121,11 +122,18 @@ def _finetune(names: list[str], flags: set[str], request: Request) -> int:
         flags: those of --lora, --full and --dpo that are given.
         request: the rest of the command line, from which --name is removed.
     """
-    name = _take_name(request)
-    if problems := _usage_problems(names, flags):
-        raise ConfigError(problems)
+    options, request.rest = take_options(request.rest, "name")
+    name = options.get("name", "")
+    if options and (not name or "/" in name):
+        raise ConfigError([f"command line: --name {name!r} is not a name: the recipe's, without a folder"])
+    if {"--lora", "--full"} <= flags:
+        raise ConfigError(["command line: --lora trains adapters and --full all weights: give one of them"])
+    if len(names) < 2:
+        got = f"only {names[0]!r}" if names else "neither"
+        example = "titanmoe finetune models/small chats.jsonl"
+        raise ConfigError([f"command line: a model and its data are needed, and there is {got}: {example}"])
     model, *paths = names
-    file = Path(f"{name or default_name(model, paths[0])}.toml")
+    file = Path(f"{name.removesuffix('.toml') or default_name(model, paths[0])}.toml")
     text = write_recipe(model, paths, request, "--lora" in flags, "--dpo" in flags)
     show_status("")
     if file.exists() and file.read_text(encoding="utf-8") != text:
@@ -141,40 +149,6 @@ def _finetune(names: list[str], flags: set[str], request: Request) -> int:
         flag = "--adapter" if "--lora" in flags else "--checkpoint"
         print(f"ask it:    titanmoe generate {flag} {run} --chat\nexport it: titanmoe convert --to-hf {run} FOLDER")
     return code
-
-
-def _leading_names(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split a command line into the names that it begins with, and what follows from the first option on."""
-    first = next((i for i, word in enumerate(words) if word.startswith("-")), len(words))
-    return list(words[:first]), list(words[first:])
-
-
-def _take_name(request: Request) -> str:
-    """Remove --name from the request and return its value, without a suffix .toml; "" without --name.
-
-    Raises ConfigError if the value is empty or has a slash.
-    """
-    for i, word in enumerate(request.rest):
-        if word.partition("=")[0] == "--name":
-            attached = "=" in word
-            name = word.partition("=")[2] if attached else "".join(request.rest[i + 1 : i + 2])
-            del request.rest[i : i + (1 if attached else 2)]
-            if not name or "/" in name:
-                raise ConfigError([f"command line: --name {name!r} is not a name: the recipe's, without a folder"])
-            return name.removesuffix(".toml")
-    return ""
-
-
-def _usage_problems(names: list[str], flags: set[str]) -> list[str]:
-    if {"--lora", "--full"} <= flags:
-        return ["command line: --lora trains adapters and --full all weights: give one of them"]
-    if len(names) < 2:
-        got = f"only {names[0]!r}" if names else "neither"
-        return [
-            f"command line: a model and its data are needed, and there is {got}: titanmoe finetune models/small "
-            "chats.jsonl"
-        ]
-    return []
 
 
 def default_name(model: str, path: str) -> str:

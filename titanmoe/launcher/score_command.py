@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 
-from titanmoe.launcher.train_command import parse_words, prepare, start
+from titanmoe.launcher.train_command import parse_words, prepare, start, take_options
 from titanmoe.train.launch_messages import exit_code_of
 
 USAGE = """\
@@ -39,7 +39,7 @@ def add_score(commands: argparse._SubParsersAction) -> None:
 
 def run_score(words: Sequence[str]) -> int:
     paths, rest = _data(words)
-    options, rest = _options(rest)
+    options, rest = take_options(rest, "top", "temperature")
     request = parse_words(rest)
     request.rest += [f"--distillation.{name}={value}" for name, value in options.items()]
     if request.get("help"):
@@ -69,18 +69,3 @@ def _data(words: Sequence[str]) -> tuple[list[str] | None, list[str]]:
     at = list(words).index("--data")
     end = next((n for n in range(at + 1, len(words)) if words[n].startswith("--")), len(words))
     return list(words[at + 1 : end]), [*words[:at], *words[end:]]
-
-
-def _options(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Take the options --top and --temperature out of a command line.
-
-    Returns their values as text, by the option's name without dashes; and the other words.
-    """
-    options, rest, words = {}, [], iter(words)
-    for word in words:
-        name, equals, value = word.removeprefix("--").partition("=")
-        if word.startswith("--") and name in ("top", "temperature"):
-            options[name] = value if equals else next(words, "")
-        else:
-            rest.append(word)
-    return options, rest

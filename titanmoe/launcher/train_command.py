@@ -45,10 +45,6 @@ from titanmoe.train.runtime import port_problem
 if TYPE_CHECKING:
     from titanmoe.launcher.agent import LaunchResult
 
-MEETING_POINT = (
-    "where do the nodes meet? --master-addr HOST --node-rank K, or --rdzv-endpoint HOST:PORT (docs/launch.md)"
-)
-
 OUR_OPTIONS = {
     "ranks": "N|auto: ranks of all nodes together. Default: the recipe's own number, job.ranks; auto: one per GPU, or "
     "per core without GPUs",
@@ -140,23 +136,24 @@ def parse_words(words: Sequence[str]) -> Request:
     launcher_options = OUR_OPTIONS | TORCHRUN_OPTIONS
     while rest:
         word = rest.pop(0)
-        name, attached, value = word.removeprefix("--").replace("_", "-").partition("=")
+        option, attached, value = word.partition("=")
+        name = option[2:].replace("_", "-") if word.startswith("--") else ""
+        if not attached and name in ("config", *launcher_options, *other_names.RANKS):
+            value = "yes" if name == "fit" else rest.pop(0) if rest else ""
         if word in ("--help", "-h"):
             request.options["help"] = "yes"
-        elif name == "config" and word.startswith("--"):
-            request.recipe = word.partition("=")[2] if attached else rest.pop(0) if rest else ""
-        elif word.startswith("--") and name in launcher_options:
+        elif name == "config":
+            request.recipe = value
+        elif name in launcher_options:
             override = False
-            value = word.partition("=")[2] if attached else "yes" if name == "fit" else rest.pop(0) if rest else ""
             if re.fullmatch(OPTION_PATTERNS.get(name, r"[^-].*"), value):
                 request.options[name] = value
             else:
                 request.problems.append(
                     f"command line: --{name} {value!r} is not {launcher_options[name].partition(':')[0]}"
                 )
-        elif word.startswith("--") and name in other_names.RANKS:
-            count = word.partition("=")[2] if attached else rest.pop(0) if rest else ""
-            old[name] = int(count) if count.isdecimal() else count
+        elif name in other_names.RANKS:
+            old[name] = int(value) if value.isdecimal() else value
         elif override or request.recipe or word.startswith("-"):
             request.rest.append(word)
             override = True
@@ -166,6 +163,21 @@ def parse_words(words: Sequence[str]) -> Request:
         ranks = count if name in ("world", "world-size") or isinstance(count, str) else count * request.nodes
         request.problems.append(f"command line: --{name} is now --ranks {ranks}, the ranks of all nodes together")
     return request
+
+
+def take_options(words: Sequence[str], *names: str) -> tuple[dict[str, str], list[str]]:
+    """Take options with a value out of a command line, such as --top and --temperature.
+
+    Returns their values as text, by the option's name without dashes; and the other words.
+    """
+    options, rest, words = {}, [], iter(words)
+    for word in words:
+        name, equals, value = word.removeprefix("--").partition("=")
+        if word.startswith("--") and name in names:
+            options[name] = value if equals else next(words, "")
+        else:
+            rest.append(word)
+    return options, rest
 
 
 class MappingMisfit(ConfigError):
@@ -205,7 +217,10 @@ def prepare(request: Request) -> PreparedRun:
         request.problems.append("command line: which recipe? For example: titanmoe train train_configs/debug.toml")
     several_nodes = request.get("nnodes", "1") not in ("1", "1:1")
     if several_nodes and not (request.get("rdzv-endpoint") or request.get("master-addr")):
-        request.problems.append(f"command line: --nnodes {request.get('nnodes')}: {MEETING_POINT}")
+        request.problems.append(
+            f"command line: --nnodes {request.get('nnodes')}: where do the nodes meet? --master-addr HOST "
+            "--node-rank K, or --rdzv-endpoint HOST:PORT (docs/launch.md)"
+        )
     if request.problems:
         raise ConfigError(request.problems)
     show_status("reading the recipe")
@@ -220,12 +235,9 @@ def prepare(request: Request) -> PreparedRun:
     nproc = -(-world // request.nodes)
 
     def shortage(config: Config, world: int) -> str:
-        each = -(-world // request.nodes)
-        return (
-            memory_check.describe_shortage(config, world, each, machine, request.command)
-            if request.checks_memory
-            else ""
-        )
+        if not request.checks_memory:
+            return ""
+        return memory_check.describe_shortage(config, world, -(-world // request.nodes), machine, request.command)
 
     def shortage_if_fitted() -> str:
         smaller = machine.ranks * request.nodes
@@ -349,7 +361,9 @@ def start(prepared: PreparedRun) -> int:
     show_status(f"starting {ranks_text}")
     try:
         with pass_config(prepared.checked) as file:
-            logs.environment = {CONFIG_FILE: str(file), **_search_path()}
+            logs.environment = {CONFIG_FILE: str(file)}
+            if Path(titanmoe.__file__).parents[1] != Path.cwd():  # there titanmoe is perhaps not installed
+                logs.environment["PYTHONSAFEPATH"] = "1"  # do not search the current folder for modules first
             result = launch(options, request.words, logs)
     except Exception as error:  # a rendezvous raises many kinds
         logging.getLogger("torch.distributed").exception("titanmoe train")
@@ -387,16 +401,6 @@ def exit_status(result: LaunchResult, nodes: int, saves: bool, out_of_memory: bo
     if nodes > 1 and culprit.is_consequence:
         text += "\nthis rank only lost its connection to another: look for the cause in the logs of the other nodes"
     return culprit.code, text
-
-
-def _search_path() -> dict[str, str]:
-    """Return environment variables that keep ranks from searching the current folder for modules first.
-
-    {} if titanmoe itself is in that folder.
-    """
-    if Path(titanmoe.__file__).parents[1] == Path.cwd():  # perhaps it is not installed
-        return {}
-    return {"PYTHONSAFEPATH": "1"}
 
 
 def _environment(prepared: PreparedRun) -> None:
