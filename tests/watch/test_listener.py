@@ -100,7 +100,7 @@ def test_what_the_flight_recorder_has_of_a_step() -> None:
         for group, number in found.numbers.items():
             assert number == max([m.number for m in found.last if m.group == int(group)] or [number])
     assert [m.kind for m in results[0][0].last] == [m.kind for m in results[1][0].last]
-    assert FlightRecord.from_json(found.as_json()) == found
+    assert FlightRecord.from_json(found._asdict()) == found
 
 
 def waits_for_rank_1() -> dict[str, int]:

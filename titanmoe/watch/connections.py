@@ -69,25 +69,19 @@ def probe_connections() -> Connections:
 
 def reachable_addresses(addresses: Iterable[str]) -> set[str]:
     """Return the IP addresses whose host answers a TCP connection, accepted or refused, within 0.7 s for all."""
-    reached, waiting = set[str](), dict[socket.socket, str]()
-    for address in addresses:
-        probe = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
-        probe.setblocking(False)
-        code = probe.connect_ex((address, PORT))
-        if code == errno.EINPROGRESS:
-            waiting[probe] = address
-            continue
-        reached |= {address} if code in (0, errno.ECONNREFUSED) else set()
-        probe.close()
-    until = time.monotonic() + PROBE_S
-    while waiting and (left := until - time.monotonic()) > 0:
-        for probe in select.select([], list(waiting), [], left)[1]:
-            code, address = probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR), waiting.pop(probe)
-            reached |= {address} if code in (0, errno.ECONNREFUSED) else set()
-            probe.close()
-    for probe in waiting:
-        probe.close()
-    return reached
+    codes, waiting = dict[str, int](), dict[socket.socket, str]()
+    with contextlib.ExitStack() as probes:
+        for address in addresses:
+            probe = probes.enter_context(socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET))
+            probe.setblocking(False)
+            codes[address] = probe.connect_ex((address, PORT))
+            if codes[address] == errno.EINPROGRESS:
+                waiting[probe] = address
+        until = time.monotonic() + PROBE_S
+        while waiting and (left := until - time.monotonic()) > 0:
+            for probe in select.select([], list(waiting), [], left)[1]:
+                codes[waiting.pop(probe)] = probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    return {address for address, code in codes.items() if code in (0, errno.ECONNREFUSED)}
 
 
 def _sockets(process: Path) -> Iterator[str]:

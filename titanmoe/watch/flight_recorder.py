@@ -60,9 +60,6 @@ class FlightRecord(NamedTuple):
     unfinished: Mapping[str, int] = {}
     """The number of the earliest collective of each group that has not completed."""
 
-    def as_json(self) -> dict[str, Any]:
-        return self._asdict()
-
     @staticmethod
     def from_json(value: dict[str, Any]) -> FlightRecord:
         return FlightRecord(**value | {"last": tuple(Collective(*collective) for collective in value["last"])})

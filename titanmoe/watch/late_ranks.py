@@ -50,14 +50,14 @@ class RankStatus:
     connections: Connections = field(default_factory=Connections)
 
     def as_json(self) -> dict[str, Any]:
-        nested = {"recorded": self.recorded.as_json(), "connections": vars(self.connections)}
-        return vars(self) | {"position": self.position._asdict()} | nested
+        position, recorded = self.position._asdict(), self.recorded._asdict()
+        return vars(self) | {"position": position, "recorded": recorded, "connections": vars(self.connections)}
 
     @staticmethod
     def from_json(value: dict[str, Any]) -> RankStatus:
-        nested = {"recorded": FlightRecord.from_json(value["recorded"])}
-        nested["connections"] = Connections(**value["connections"])
-        return RankStatus(**value | {"position": Position(**value["position"])} | nested)
+        recorded, connections = FlightRecord.from_json(value["recorded"]), Connections(**value["connections"])
+        nested = {"position": Position(**value["position"]), "recorded": recorded, "connections": connections}
+        return RankStatus(**value | nested)
 
 
 @dataclass(frozen=True)
@@ -123,9 +123,8 @@ def _finished(statuses: Sequence[RankStatus]) -> dict[int, str]:
 
     {} if no rank has ended.
     """
-    ended = [status.rank for status in statuses if status.state == "ended"]
     running = [status for status in statuses if status.state != "ended"]
-    if not ended:
+    if not (ended := [status.rank for status in statuses if status.state == "ended"]):
         return {}
     if any(is_communicating(status.stack) or status.phase != "between steps" for status in running):
         return dict.fromkeys(ended, "has finished its run")
@@ -352,10 +351,8 @@ def report(by_rank: dict[int, RankStatus], groups: Sequence[AxisGroups], late: d
 
 
 def _late_rank_lines(status: RankStatus, groups: Sequence[AxisGroups], why: str) -> list[str]:
-    lines = [
-        f"  rank {status.rank}, process {status.pid} on {status.host}: "
-        + (why or "others wait for it, and it waits for nobody")
-    ]
+    why = why or "others wait for it, and it waits for nobody"
+    lines = [f"  rank {status.rank}, process {status.pid} on {status.host}: {why}"]
     lines.append(f"    {_during(status)}; no progress for {status.silent_s:.0f} s")
     if status.recorded.last:
         last = status.recorded.last[-1]
@@ -365,9 +362,8 @@ def _late_rank_lines(status: RankStatus, groups: Sequence[AxisGroups], why: str)
         )
     if status.stack:
         lines.append(f"    it is at {innermost_own_line(status.stack)}")
-    for name, stack in status.threads.items():
-        if name == "checkpoint":
-            lines.append(f"    its thread that saves is at {innermost_own_line(stack)}")
+    if "checkpoint" in status.threads:
+        lines.append(f"    its thread that saves is at {innermost_own_line(status.threads['checkpoint'])}")
     if status.note:
         lines.append(f"    {status.note.strip().partition(chr(10))[0]}")
     return lines

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from titanmoe import observe
 from titanmoe.train.checks import Checks, NumericalFault, Restore
@@ -94,7 +94,8 @@ class NumberChecks(Checks):
 
     def _compare(self, step: int) -> None:
         if self.replicas and (text := self.replicas.compare(step)):
-            self._stop(f"{text}{self._describe_repeated_passes()}")
+            fault = Restore if self.options.on_difference == "restore" else NumericalFault
+            raise fault(f"{text}{self._describe_repeated_passes()}")
 
     def _describe_repeated_passes(self) -> str:
         """Return a text on whether two passes over the last batch give the same bits; "" if no batch is remembered.
@@ -110,9 +111,6 @@ class NumberChecks(Checks):
         _, text = repeat_pass(self.passes, self.last_work, first.local)
         self.passes.drop()
         return f"; two more passes over the last batch are {text or 'the same on all ranks'}"
-
-    def _stop(self, text: str) -> NoReturn:
-        raise (Restore if self.options.on_difference == "restore" else NumericalFault)(text)
 
     def _report(self, text: str) -> None:
         self.explanations.append(text)

@@ -188,7 +188,8 @@ class Stragglers:
 
         `times_NRK` are the seconds of each of these measured steps, by rank and column.
         """
-        observe.active.rank_times(steps, self.columns(times_NRK))
+        columns = {name: times_NRK[:, :, k] for k, name in enumerate(("compute", "data", *self.times.axes))}
+        observe.active.rank_times(steps, columns)
         usual = np.median(self.usual, axis=0) if self.usual else None
         result, previous = find_slowest(times_NRK, self.training.fold.stage, usual), self.latest
         self.latest = result
@@ -206,10 +207,6 @@ class Stragglers:
             self._report_straggler(Straggler(self.link.rank, self.link.other_end, "link"), self._excess(self.link))
         elif self.calm_windows >= IN_A_ROW or (self.straggler and self.straggler.cause == "link"):
             self.straggler = None
-
-    def columns(self, times_NRK: np.ndarray) -> dict[str, np.ndarray]:
-        """Return the times (steps, ranks) of each column, by its name: "compute", "data", and the axes."""
-        return {name: times_NRK[:, :, k] for k, name in enumerate(("compute", "data", *self.times.axes))}
 
     # ---- links
 
@@ -313,9 +310,9 @@ class Stragglers:
         if self.straggler is not None:
             values |= {"rank": self.straggler.rank, "cause": 1 + CAUSES.index(self.straggler.cause)}
             if self.straggler.cause == "link" and self.link is not None:
-                values |= {"excess_s": self._excess(self.link)}
+                values["excess_s"] = self._excess(self.link)
             if self.straggler.other_end is not None:
-                values |= {"other_rank": self.straggler.other_end}
+                values["other_rank"] = self.straggler.other_end
         if self.training.fold.pp > 1:
             values |= {"stage": result.stage, "stage_excess_s": result.stage_excess_s}
         return {f"straggler.{name}": value for name, value in values.items()}

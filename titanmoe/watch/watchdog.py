@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -123,7 +123,11 @@ class Watchdog(threading.Thread):
                 self.machines.own_heart.numbers[heartbeat.ALARM] = 1
                 with contextlib.suppress(RuntimeError, OSError):
                     self.messages.post("alarm")
-                return self._respond_and_end()
+                try:
+                    return self.respond()
+                except Exception:  # nothing else would end this process
+                    traceback.print_exc()
+                    return self.end(1)
             # A launcher sends SIGTERM to all ranks when one has exited; a report about that one comes first.
             if sigterm_at and time.monotonic() - sigterm_at > 2 * TICK_S and is_ended_by_watchdog(signal.SIGTERM):
                 os._exit(128 + signal.SIGTERM)
@@ -195,21 +199,12 @@ class Watchdog(threading.Thread):
 
     # ---- the report
 
-    def _respond_and_end(self) -> None:
-        try:
-            self.respond()
-        except Exception:  # nothing else would end this process
-            traceback.print_exc()
-            self.end(1)
-
     def respond(self) -> None:
         """Reply to the alarm, report the hang if it is this rank's task, and end the process with exit code 1."""
-        reply = {"stack": self.error_stack or main_stack(), "threads": other_stacks(), "note": ""}
-        reply["step"] = self.machines.own_heart.numbers[
-            heartbeat.STEP
-        ]  # that of the messages, if the rank still goes on
+        step = self.machines.own_heart.numbers[heartbeat.STEP]  # that of the messages, if the rank still goes on
+        reply = {"stack": self.error_stack or main_stack(), "threads": other_stacks(), "note": "", "step": step}
         with contextlib.suppress(Exception):
-            reply["recorded"] = self.read_recorder().as_json()
+            reply["recorded"] = self.read_recorder()._asdict()
         with contextlib.suppress(Exception):
             reply["connections"] = vars(probe_connections())
         with contextlib.suppress(Exception):
@@ -267,7 +262,6 @@ class Watchdog(threading.Thread):
         """
         all_statuses = statuses + self._statuses_of_other_machines()
         verdict = find_late_ranks(all_statuses, self.groups, self.stage)
-        launcher_reports = bool(os.environ.get(launch_messages.NOTE_FILE))
         report = {"text": verdict.text, "during": verdict.during}
         self._run_briefly(lambda: self._leave_note(report))
         self._run_briefly(lambda: self._write(all_statuses, verdict))
@@ -275,7 +269,7 @@ class Watchdog(threading.Thread):
         with contextlib.suppress(RuntimeError, OSError):
             self.messages.post("report", report)
         self.end_others(wait=True)
-        if not launcher_reports:
+        if not os.environ.get(launch_messages.NOTE_FILE):  # otherwise the launcher prints it
             os.write(2, f"error: {verdict.text}\n".encode())  # without the rank before each line
         self.end(1)
 
@@ -285,7 +279,7 @@ class Watchdog(threading.Thread):
         It waits at most `GATHER_S`. A machine that does not reply in time is represented by its last published
         heartbeats, in the state "unknown".
         """
-        by_machine = {}
+        by_machine: dict[int, list[RankStatus]] = {}
         others = [host for host in range(len(self.machines.ranks)) if host != self.machines.number]
 
         def all_replied() -> bool:
@@ -297,15 +291,11 @@ class Watchdog(threading.Thread):
         with contextlib.suppress(RuntimeError, OSError):
             self._wait_until(all_replied, GATHER_S)
         for host in set(others) - by_machine.keys():
-            last_heartbeats = None
-            with contextlib.suppress(RuntimeError, OSError):
-                last_heartbeats = self.messages.read_published("heartbeats", host)
             name = self.machines.names[host]
-            by_machine[host] = last_heartbeats or [
-                RankStatus(rank, name, 0, "", 0.0) for rank in self.machines.ranks[host]
-            ]
-            for status in by_machine[host]:
-                status.state = "unknown"
+            statuses = [RankStatus(rank, name, 0, "", 0.0) for rank in self.machines.ranks[host]]
+            with contextlib.suppress(RuntimeError, OSError):
+                statuses = self.messages.read_published("heartbeats", host) or statuses
+            by_machine[host] = [replace(status, state="unknown") for status in statuses]
         return [status for statuses in by_machine.values() for status in statuses]
 
     def _write(self, statuses: list[RankStatus], verdict: LateRanks) -> None:
@@ -313,7 +303,6 @@ class Watchdog(threading.Thread):
         folder = self.folder()
         if folder is None:
             return
-        ranks = [status.as_json() for status in sorted(statuses, key=lambda status: status.rank)]
         event = {
             "step": max(status.step for status in statuses),
             "kind": "hang",
@@ -322,7 +311,7 @@ class Watchdog(threading.Thread):
             "late": sorted(verdict.late),
             "report": verdict.text.splitlines(),
             "groups": [asdict(group) for group in self.groups],
-            "ranks": ranks,
+            "ranks": [status.as_json() for status in sorted(statuses, key=lambda status: status.rank)],
         }
         with contextlib.suppress(OSError):  # the disk may be what hangs the run
             file = LineFile(folder / EVENTS)
@@ -354,14 +343,15 @@ class Watchdog(threading.Thread):
 
     def _status(self, rank: int, heart: Heartbeat) -> RankStatus:
         numbers = heart.numbers
-        idle = time.monotonic() - heart.last_progress
         status = RankStatus(
-            rank, self.machines.names[self.machines.number], numbers[heartbeat.PID], rank_state(heart), round(idle, 1)
-        )
-        status.step, status.phase, status.position = (
-            numbers[heartbeat.STEP],
-            heartbeat.PHASE_NAMES[numbers[heartbeat.PHASE]],
-            heart.position,
+            rank,
+            self.machines.names[self.machines.number],
+            pid=numbers[heartbeat.PID],
+            state=rank_state(heart),
+            silent_s=round(time.monotonic() - heart.last_progress, 1),
+            step=numbers[heartbeat.STEP],
+            phase=heartbeat.PHASE_NAMES[numbers[heartbeat.PHASE]],
+            position=heart.position,
         )
         with contextlib.suppress(ValueError):
             reply = json.loads(heart.reply() or b"{}")
