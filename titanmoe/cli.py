@@ -22,6 +22,7 @@ from rich.text import Text
 import titanmoe
 from titanmoe.checkpoint.checkpoint_command import add_checkpoint
 from titanmoe.checkpoint.hf.convert_command import add_convert
+from titanmoe.components import COMPONENTS
 from titanmoe.config.load import ConfigError, format_problems, read_draft
 from titanmoe.config.schema import Config, Parallelism
 from titanmoe.config.world_size import add_ranks, world_of
@@ -142,8 +143,6 @@ def add_fold(commands: argparse._SubParsersAction) -> None:
 
 def run_fold(args: argparse.Namespace) -> int:
     """Run `titanmoe fold`, which draws or lists mappings onto ranks; return 0, or 2 after an error."""
-    from titanmoe.components import COMPONENTS
-
     degrees = {name: getattr(args, name) for name in DEGREE_PATHS if getattr(args, name) is not None}
     try:
         world = world_of(args.ranks, args.overrides, COMPONENTS)
@@ -198,8 +197,6 @@ def _read_model(args: argparse.Namespace) -> tuple[Config | None, list[str], str
         The config (None if no model is named or the recipe cannot be read), one message for each problem, and the name
             of the recipe for these messages; "" without messages.
     """
-    from titanmoe.components import COMPONENTS
-
     options = {"model.family": args.family, "model.size": args.size, "training.seq_len": args.seq_len}
     options = {path: value for path, value in options.items() if value is not None}
     if args.overrides:

@@ -252,10 +252,8 @@ def _pairs(
                     for keys, masked, causal in _key_ranges(
                         queries, slice(j * chunk, (j + 1) * chunk), until, depth, window
                     ):
-                        rows, columns = (
-                            _shifted(queries, (query_index - i) * chunk),
-                            _shifted(keys, (key_index - j) * chunk),
-                        )
+                        rows = _shifted(queries, (query_index - i) * chunk)
+                        columns = _shifted(keys, (key_index - j) * chunk)
                         out.append(BlockPair(samples, queries, keys, rows, columns, masked=masked, causal=causal))
     return out
 

@@ -20,13 +20,11 @@ def columns(body: list[tuple[str, ...]], right: tuple[int, ...]) -> list[str]:
         body: the cells of each row.
         right: indices of the columns that are aligned on the right.
     """
-    if not body:
-        return []
-    widths = [max(len(row[i]) for row in body) for i in range(len(body[0]))]
+    widths = [max(map(len, column)) for column in zip(*body, strict=True)]
     lines = []
     for row in body:
-        cells = zip(row, widths, range(len(row)), strict=True)
-        lines.append("    " + "  ".join(x.rjust(w) if i in right else x.ljust(w) for x, w, i in cells).rstrip())
+        cells = enumerate(zip(row, widths, strict=True))
+        lines.append("    " + "  ".join(x.rjust(w) if i in right else x.ljust(w) for i, (x, w) in cells).rstrip())
     return lines
 
 

@@ -147,22 +147,19 @@ class Agent(LocalElasticAgent):
     def build_result(self, failed_processes: dict[int, Any]) -> LaunchResult:
         workers, notes = self._worker_group.workers, self._pcontext.error_files if self._pcontext else {}
         files = [Path(note) for note in notes.values()]
-        failures, parts, ended_by_hang = [], phases_of_late_ranks(files), ranks_ended_by_hang(files)
-        for process in failed_processes.values():
-            local = process.local_rank
-            rank, log, note = workers[local].global_rank, Path(self._pcontext.stderrs[local]), Path(notes[local])
-            during = parts.get(rank, "")
-            failures.append(
-                RankFailure(
-                    rank=rank,
-                    exitcode=process.exitcode,
-                    timestamp=process.timestamp,
-                    log=log,
-                    note_file=note,
-                    during=during,
-                    ended_by_hang=rank in ended_by_hang,
-                )
+        phases, ended_by_hang = phases_of_late_ranks(files), ranks_ended_by_hang(files)
+        failures = [
+            RankFailure(
+                rank=(rank := workers[process.local_rank].global_rank),
+                exitcode=process.exitcode,
+                timestamp=process.timestamp,
+                log=Path(self._pcontext.stderrs[process.local_rank]),
+                note_file=Path(notes[process.local_rank]),
+                during=phases.get(rank, ""),
+                ended_by_hang=rank in ended_by_hang,
             )
+            for process in failed_processes.values()
+        ]
         return LaunchResult(self.signal, self.killed, failures, workers[0].world_size if workers else 1)
 
 

@@ -148,10 +148,8 @@ def _killed(failure: RankFailure, world: int, out_of_memory: bool) -> str:
         what = "was killed by SIGKILL: from outside, or by the kernel for lack of memory (see dmesg)"
     else:
         what = f"died of {signal.Signals(-failure.exitcode).name}"
-    lines = [f"{who} {what}"]
-    if failure.during:
-        lines.append(f"it was in {failure.during}")
-    return "\n".join([*lines, *(_advice(failure) if by_kernel else [])])
+    during = [f"it was in {failure.during}"] * bool(failure.during)
+    return "\n".join([f"{who} {what}", *during, *(_advice(failure) if by_kernel else [])])
 
 
 def _advice(failure: RankFailure) -> list[str]:

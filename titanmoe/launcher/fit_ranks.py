@@ -91,15 +91,11 @@ def why_too_many(
     most = machine.gpus or (max(8, MOST_PER_CORE * machine.cores) if recipe else per_node)
     if per_node <= most:
         return ""
-    on_node = machine.gpus or 8
-    reason = (
-        f"{who}, {per_node} of them here, and this machine has {machine}"
-        if nodes > 1
-        else f"{who} and this machine has {machine}"
-    )
+    here = f", {per_node} of them here," if nodes > 1 else ""
+    reason = f"{who}{here} and this machine has {machine}"
     if not recipe:
         return f"{reason}: give {most * nodes} or fewer, --ranks auto, or --training.device cpu"
-    count = -(-world // on_node)
+    count = -(-world // (machine.gpus or 8))
     several = f"--nnodes {count} on each of {count} nodes (docs/launch.md)"
     if shortage := shortage_if_fitted():
         return f"{reason}: use {several}; with --ranks auto --fit, {shortage}"
@@ -113,11 +109,8 @@ def nearest_changes(config: Config, world: int) -> dict[str, tuple[int, int]]:
     no mapping is legal.
     """
     mappings = nearest(world, config.parallelism, config, count=1)
-    return (
-        {DEGREE_PATHS[name]: change for name, change in changes(config.parallelism, mappings[0]).items()}
-        if mappings
-        else {}
-    )
+    by_name = changes(config.parallelism, mappings[0]) if mappings else {}
+    return {DEGREE_PATHS[name]: change for name, change in by_name.items()}
 
 
 def suggest_mapping(

@@ -108,15 +108,14 @@ def describe_shortage(config: Config, world: int, per_machine: int, machine: Mac
     need = need_if_too_large(config, world, per_machine, machine)
     if need is None:
         return ""
-    available, state = format_bytes(machine.memory), format_bytes(need.state)
     when = " to generate completions" * need.generating
     if machine.gpus:
         text = f"a rank needs at least {format_bytes(need.rank)} of memory{when}, and a GPU of this machine has "
     else:
         who = f"{per_machine} ranks need" if per_machine > 1 else "the rank needs"
         text = f"{who} at least {format_bytes(need.machine)} of memory here{when}, and this machine has "
-    text += available
-    text += f" (weights, gradients and optimizer state alone are {state} a rank)"
+    text += format_bytes(machine.memory)
+    text += f" (weights, gradients and optimizer state alone are {format_bytes(need.state)} a rank)"
     if change := smallest_change(config, world, per_machine, machine):
         return f"{text}: {change} fits"
     return f"{text}: {suggest_gpus(config, world, machine, command)}"

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 
+from titanmoe.components import COMPONENTS
 from titanmoe.config import ConfigError, load
 from titanmoe.config.schema import Config
 from titanmoe.text_report import Report, print_report
@@ -43,7 +44,6 @@ def run_show(args: argparse.Namespace) -> int:
         problems.append("command line: which recipe? For example: titanmoe data show sft_debug")
 
     def report() -> Report:
-        from titanmoe.components import COMPONENTS
         from titanmoe.data.check_data import check_data
 
         config = load(args.overrides, COMPONENTS, lambda config: [])

@@ -9,11 +9,9 @@ import argparse
 import re
 import shlex
 import sys
-from collections.abc import Sequence
 
 from titanmoe.components import COMPONENTS
 from titanmoe.config import ConfigError, load
-from titanmoe.config.load import format_problems
 from titanmoe.config.schema import Config
 from titanmoe.config.world_size import add_ranks, world_of
 from titanmoe.fold.legality import violations
@@ -102,7 +100,7 @@ def run_slurm(args: argparse.Namespace) -> int:
         print(job_script(args), end="")
         return 0
     except ConfigError as error:
-        print(format_problems(error.problems, error.source), file=sys.stderr)
+        print(error, file=sys.stderr)
         return 2
 
 
@@ -112,6 +110,8 @@ def job_script(args: argparse.Namespace) -> str:
     `args` has the options that `add_slurm` defines, and `overrides`, the words of the recipe and its overrides. Raises
     ConfigError if the ranks do not fill nodes, or the recipe or its mapping cannot run.
     """
+    from titanmoe.train.launch import with_ranks_per_node
+
     world = world_of(args.ranks, args.overrides, COMPONENTS)
     ranks_per_node = min(8, world) if args.gpus_per_node is None else args.gpus_per_node
     problems = []
@@ -126,7 +126,9 @@ def job_script(args: argparse.Namespace) -> str:
         problems.append("--container-mounts is about a container: give --container-image too")
     if problems:
         raise ConfigError(problems)
-    config = _config(args.overrides, world, ranks_per_node)
+    config = load(
+        args.overrides, COMPONENTS, lambda config: violations(with_ranks_per_node(config, ranks_per_node), world)
+    )
     nodes = world // ranks_per_node
     python = shlex.quote(args.python or ("python" if args.container_image else sys.executable))
     meet = f'--nnodes {nodes} --node-rank "$SLURM_NODEID" --master-addr "$MASTER" --master-port "$PORT"'
@@ -143,12 +145,6 @@ def job_script(args: argparse.Namespace) -> str:
     }
     body = START_SCRIPT + CHECK_SCRIPT * args.check + TRAIN_SCRIPT
     return _head(args, config, nodes, ranks_per_node) + re.sub(r"\{([a-z]+)\}", lambda match: values[match[1]], body)
-
-
-def _config(overrides: Sequence[str], world: int, ranks_per_node: int) -> Config:
-    from titanmoe.train.launch import with_ranks_per_node
-
-    return load(overrides, COMPONENTS, lambda config: violations(with_ranks_per_node(config, ranks_per_node), world))
 
 
 def _head(args: argparse.Namespace, config: Config, nodes: int, ranks_per_node: int) -> str:
