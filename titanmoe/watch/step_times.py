@@ -8,7 +8,8 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 
@@ -63,18 +64,19 @@ Wait = tuple[int, Any, Any]
 """A wait for a message: the column of its axis, and the marks of its begin and end."""
 
 
-class MeasuredStep(NamedTuple):
-    """The marks of a measured step, whose seconds are not read yet."""
+@dataclass(eq=False)
+class MeasuredStep:
+    """The marks of a step that is measured, whose seconds are not read yet. None stands for a mark to come."""
 
     step: int
     begin: Any
-    data: Any
+    data: Any = None
     """The mark when data had been read and counted."""
-    end: Any
-    data_waits: list[Wait]
+    end: Any = None
+    data_waits: list[Wait] = field(default_factory=list)
     """The waits before `data`."""
-    waits: list[Wait]
-    """The waits after `data`."""
+    waits: list[Wait] = field(default_factory=list)
+    """The waits since `data`, or since `begin` until then."""
 
 
 class StepTimes(Observer):
@@ -101,46 +103,43 @@ class StepTimes(Observer):
         self.timer, self.mark = timer, timer.mark
         self.messages = [0] * len(self.axes)
         """Number of waits of this rank on each axis, in the last step that was read."""
-        self.step = 0
-        """The step that is being measured, or 0."""
-        self.current_waits: list[Wait] = []
-        """The waits of this step since data were read, or since its beginning until then."""
+        self.current: MeasuredStep | None = None
+        """The step that is being measured, if any."""
         self._first: int | None = None
-        self._begin = self._data = None
         self._wait_begin: tuple[int, Any] | None = None
-        self._data_waits: list[Wait] = []
         self._measured: deque[MeasuredStep] = deque()
 
     def phase(self, name: str, step: int) -> None:
         if name == "data":
             self._first = step if self._first is None else self._first
-            self.step = step if step > self._first and step % self.timer.every == 0 else 0
-            self._data, self._wait_begin, self.current_waits = None, None, []
-            self._begin = self.mark() if self.step else None
+            measures = step > self._first and step % self.timer.every == 0
+            self.current, self._wait_begin = MeasuredStep(step, self.mark()) if measures else None, None
+        elif (current := self.current) is None:
+            return
         elif name in ("generate", "reward"):
-            self._begin, self.current_waits = None, []
-        elif name == "forward_backward" and self.step and self._data is None:
-            self._data, self._data_waits, self.current_waits = self.mark(), self.current_waits, []
-            if self._begin is None:
-                self._begin, self._data_waits = self._data, []
+            current.begin, current.waits = None, []
+        elif name == "forward_backward" and current.data is None:
+            current.data, current.data_waits, current.waits = self.mark(), current.waits, []
+            if current.begin is None:
+                current.begin, current.data_waits = current.data, []
         elif name not in ("forward_backward", "optimizer"):
-            self.step = 0
+            self.current = None
 
     def waits(self, group: str) -> None:
-        if self.step and (column := self.column.get(group)) is not None:
+        if self.current and (column := self.column.get(group)) is not None:
             self._wait_begin = column, self.mark()
 
     def arrived(self) -> None:
-        if self._wait_begin is not None:
-            self.current_waits.append((*self._wait_begin, self.mark()))
+        current, begin = self.current, self._wait_begin  # read once: a thread that saves waits too
+        if current and begin:
+            current.waits.append((*begin, self.mark()))
             self._wait_begin = None
 
     def updated(self, step: int) -> None:
-        if self.step and self._data is not None:
-            self._measured.append(
-                MeasuredStep(self.step, self._begin, self._data, self.mark(), self._data_waits, self.current_waits)
-            )
-            self.step = 0
+        if self.current and self.current.data is not None:
+            self.current.end = self.mark()
+            self._measured.append(self.current)
+            self.current = None
 
     def take(self) -> tuple[list[int], list[list[float]]]:
         """Remove and return the measured steps whose times can be read without blocking, as (step numbers, rows).
