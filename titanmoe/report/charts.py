@@ -168,7 +168,7 @@ class Frame:
         right, floor = self.width - RIGHT, self.height - BOTTOM
         return LEFT + across * (right - LEFT), floor - up * (floor - self.top)
 
-    def line(self, points: list[Point], role: str, width: float = 1.6, opacity: float = 1.0) -> None:
+    def line(self, points: list[Point], role: str, width: float, opacity: float = 1.0) -> None:
         """Draw a line through points that are given as values (x, y).
 
         Args:
@@ -239,7 +239,7 @@ def curves_chart(
     return frame.sheet
 
 
-def times_chart(run: Run, title: str, size: tuple[float, float] = SIZE) -> Sheet | None:
+def times_chart(run: Run, title: str) -> Sheet | None:
     """Return a stacked chart of the seconds that each phase of a step takes, over the steps; None without times.
 
     Of more than two lines of metrics.jsonl the first is left out, because its start-up would flatten the rest.
@@ -263,7 +263,7 @@ def times_chart(run: Run, title: str, size: tuple[float, float] = SIZE) -> Sheet
     if any(dispatch := mean("dispatch")):
         curves.append(Curve("of which dispatch in forward", x, dispatch, "soft"))
     legend = [c._replace(name=f"{c.name} {percent(sum(c.y) / total.sum())}") for c in curves]
-    frame = Frame(title, "seconds", x=(x[0], x[-1]), y=(0.0, float(total.max())), form=number, size=size, legend=legend)
+    frame = Frame(title, "seconds", x=(x[0], x[-1]), y=(0.0, float(total.max())), form=number, size=SIZE, legend=legend)
     below = np.zeros(len(x))
     for curve in curves[: len(parts)]:
         above = below + curve.y

@@ -114,14 +114,7 @@ class Run:
 
         They are unchecked; {} if the file is missing or no TOML.
         """
-
-        def flat(table: dict[str, Any], before: str) -> dict[str, Any]:
-            out: dict[str, Any] = {}
-            for name, value in table.items():
-                out |= flat(value, f"{before}{name}.") if isinstance(value, dict) else {before + name: value}
-            return out
-
-        return flat(self.table, "")
+        return flatten_record(self.table)
 
 
 def read_runs(folders: list[Path]) -> list[Run]:
@@ -134,8 +127,9 @@ def read_runs(folders: list[Path]) -> list[Run]:
     """
     runs, problems = [], []
     for folder in folders:
+        warnings: list[str] = []
         try:
-            lines, warnings = _read_lines(folder, METRICS, _accept_metrics)
+            lines = _read_lines(folder, METRICS, _accept_metrics, warnings)
         except safe_files.NOT_FOUND_ERRORS:
             problems.append(f"{folder} has no {METRICS}: name the folder of a run, such as runs/debug")
             continue
@@ -156,17 +150,24 @@ def read_runs(folders: list[Path]) -> list[Run]:
 
 
 def _read(folder: Path, lines: list[dict[str, Any]], warnings: list[str]) -> Run:
-    events, event_warnings = _read_lines_if_exists(folder, EVENTS, _accept_event)
     shapes: dict[str, int] = {}
-    loads, load_warnings = _read_lines_if_exists(folder, EXPERTS, lambda line: _accept_loads(line, shapes))
-    times, time_warnings = _read_lines_if_exists(folder, RANKS, _accept_times)
-    old_quiz, old_warnings = _read_lines_if_exists(folder, OLD_QUIZ, _accept_quiz)
-    quiz, quiz_warnings = _read_lines_if_exists(folder, QUIZ, _accept_quiz)
-    rollouts, rollout_warnings = _read_lines_if_exists(folder, ROLLOUTS, _accept_rollout)
-    warnings = [*warnings, *event_warnings, *load_warnings, *time_warnings, *old_warnings, *quiz_warnings]
-    warnings += rollout_warnings
-    run = Run(folder.resolve().name, folder, lines, events, rollouts=rollouts, warnings=warnings)
-    for line in [*old_quiz, *quiz]:
+
+    def read(name: str, accept: Accept) -> list[dict[str, Any]]:
+        """Return the accepted lines of a file that need not exist."""
+        try:
+            return _read_lines(folder, name, accept, warnings)
+        except safe_files.NOT_FOUND_ERRORS:
+            return []
+        except CheckpointError as error:
+            warnings.append(str(error))
+            return []
+
+    run = Run(folder.resolve().name, folder, lines, read(EVENTS, _accept_event), warnings=warnings)
+    loads = read(EXPERTS, lambda line: _accept_loads(line, shapes))
+    times = read(RANKS, _accept_times)
+    quiz = read(OLD_QUIZ, _accept_quiz) + read(QUIZ, _accept_quiz)
+    run.rollouts = read(ROLLOUTS, _accept_rollout)
+    for line in quiz:
         run.quiz.setdefault(line["task"], {})[line["step"]] = {name: np.array(line[name]) for name in QUIZ_METRICS}
     for by_step in run.quiz.values():  # the questions may have changed when it resumed
         last = len(by_step[max(by_step)][QUIZ_METRICS[0]])
@@ -191,9 +192,7 @@ def _read(folder: Path, lines: list[dict[str, Any]], warnings: list[str]) -> Run
         run.config = _config(recipe)
     except safe_files.NOT_FOUND_ERRORS:
         pass
-    except (RecipeError, CheckpointError, CodeNotAllowed) as error:
-        run.warnings.append(str(error))
-    except ConfigError as error:
+    except (RecipeError, CheckpointError, CodeNotAllowed, ConfigError) as error:
         run.warnings.append(str(error))
     return run
 
@@ -215,30 +214,12 @@ def _config(recipe: Recipe) -> Config:
 Accept = Callable[[dict[str, Any]], dict[str, Any] | None]
 
 
-def _read_lines_if_exists(folder: Path, name: str, accept: Accept) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return (accepted objects, messages about rejected lines) of a file with a JSON object in each line.
-
-    Two empty lists without the file; a message alone if it is a link, or cannot be read.
+def _read_lines(folder: Path, name: str, accept: Accept, warnings: list[str]) -> list[dict[str, Any]]:
+    """Return the accepted objects of a file with a JSON object in each line, which has a number "step".
 
     Args:
         accept: returns the object if it is valid, perhaps changed, else None.
-    """
-    try:
-        return _read_lines(folder, name, accept)
-    except safe_files.NOT_FOUND_ERRORS:
-        return [], []
-    except CheckpointError as error:
-        return [], [str(error)]
-
-
-def _read_lines(folder: Path, name: str, accept: Accept) -> tuple[list[dict[str, Any]], list[str]]:
-    """Read a file with a JSON object in each line, which has a number "step".
-
-    Args:
-        accept: returns the object if it is valid, perhaps changed, else None.
-
-    Returns:
-        The accepted objects, and one message for each kind of rejected lines.
+        warnings: gets one message for each kind of rejected lines.
 
     Raises:
         FileNotFoundError, NotADirectoryError: there is no such file.
@@ -261,10 +242,10 @@ def _read_lines(folder: Path, name: str, accept: Accept) -> tuple[list[dict[str,
             if text is not unfinished and text.strip():  # the run may still be writing its last line
                 rejected_counts["not JSON"] += 1
     file = folder / name
-    warnings = [
+    warnings += [
         f"{file}: {n} line{'s are' if n > 1 else ' is'} {what}: left out" for what, n in rejected_counts.items()
     ]
-    return accepted, warnings
+    return accepted
 
 
 def _number(value: Any) -> bool:
