@@ -20,7 +20,7 @@ from titanmoe.plan.devices import Device
 from titanmoe.plan.dispatch_costs import NEAR, DispatchChoice, hidden_by_pairs
 from titanmoe.plan.least_memory import LeastMemory, TriedSchedule, Variant
 from titanmoe.plan.price import Pricer
-from titanmoe.plan.schedule_cost import backward_loads, schedule_cost
+from titanmoe.plan.schedule_cost import backward_loads, schedule_idle
 from titanmoe.plan.totals_by_mode import RECOMPUTE_MODES, TotalsByMode
 
 MICROBATCHES = (1, 2, 4, 8)
@@ -206,7 +206,7 @@ def _schedules(config: Config, pp: int, m: int) -> list[TriedSchedule]:
     schedules = []
     for name, v in names:
         loads = [(sum(load.in_flight) / v, sum(load.begun) / v) for load in backward_loads(name, pp, v, m, 0)]
-        schedules.append(TriedSchedule(name, v, schedule_cost(name, pp, v, m).idle, loads))
+        schedules.append(TriedSchedule(name, v, schedule_idle(name, pp, v, m), loads))
     return schedules
 
 

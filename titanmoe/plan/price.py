@@ -21,7 +21,7 @@ from titanmoe.plan.dispatch_costs import DispatchChoice, hidden_by_pairs
 from titanmoe.plan.links import Factors, LinkGroup
 from titanmoe.plan.memory import stages_of
 from titanmoe.plan.muon_work import muon_work
-from titanmoe.plan.schedule_cost import schedule_cost, shared_idle
+from titanmoe.plan.schedule_cost import schedule_idle, shared_idle
 from titanmoe.plan.sizes import Sizes, fsdp, microbatches, vocabulary_ranks
 from titanmoe.plan.training_stacks import TITANMOE, Stack
 from titanmoe.plan.weight_costs import WeightCosts
@@ -331,7 +331,7 @@ class Pricer(WeightCosts):
             return 0.0
         if config.pipeline.schedule_csv:
             return float(fold.pp - 1)
-        return schedule_cost(config.pipeline.schedule, fold.pp, per_rank, m).idle
+        return schedule_idle(config.pipeline.schedule, fold.pp, per_rank, m)
 
     def least_weights_exposed(self, config: Config, fold: Fold, busy: float) -> float:
         """Return a lower bound of the seconds that messages of weights and gradients add to a step.

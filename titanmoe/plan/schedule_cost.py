@@ -6,7 +6,6 @@ Called by the planner. Formulas replace tables of common schedules, short tables
 from __future__ import annotations
 
 from functools import lru_cache
-from itertools import accumulate
 from typing import NamedTuple
 
 from titanmoe.fold.pipeline_schedules import SCHEDULES, SINGLE, Action, Cell, alternate, bubble, single_order
@@ -30,15 +29,6 @@ class BackwardLoad(NamedTuple):
     def is_within(self, other: BackwardLoad) -> bool:
         """Return whether no stage holds more than in `other`."""
         return all(a <= b for a, b in zip(sum(self, ()), sum(other, ()), strict=True))
-
-
-class ScheduleCost(NamedTuple):
-    """Idle time and activation memory of a pipeline schedule."""
-
-    idle: float
-    """Idle time over the busy time of one microbatch."""
-    in_flight: tuple[int, ...]
-    """Largest number, on each rank, of pairs of microbatch and stage whose activations are saved at once."""
 
 
 def schedule_rows(schedule: str, pp: int, stages_per_rank: int, microbatches: int) -> list[list[Cell]]:
@@ -81,28 +71,17 @@ CHANGE = {"F": 1, "B": -1, "W": -1, "I": 0}
 """Microbatches that an action adds to those in flight."""
 
 
-def _in_flight(row: list[Cell]) -> int:
-    """Return the most pairs of microbatch and stage that a rank's cells have in flight at once."""
-    return max(accumulate(sum(CHANGE[action.does] for action in cell) for cell in row), default=0)
-
-
 @lru_cache(maxsize=4096)
-def schedule_cost(schedule: str, pp: int, stages_per_rank: int, microbatches: int) -> ScheduleCost:
-    """Return the idle time and the microbatches in flight of a schedule: by formula, else by playing its table."""
-    v, even = stages_per_rank, microbatches % pp == 0
-    if schedule in FORWARDS_FIRST:
-        return ScheduleCost((pp - 1) / v, (microbatches * v,) * pp)
-    if schedule == "1F1B":  # what the table gives, without playing it
-        return ScheduleCost(pp - 1.0, tuple(min(microbatches, pp - rank) for rank in range(pp)))
-    if schedule == "Interleaved1F1B" and even and v > 1:
-        in_flight = ((v - 1) * pp + 2 * (pp - 1 - rank) + 1 for rank in range(pp))
-        return ScheduleCost((pp - 1) / v, tuple(min(microbatches * v, n) for n in in_flight))
+def schedule_idle(schedule: str, pp: int, stages_per_rank: int, microbatches: int) -> float:
+    """Return the idle time of a schedule over the busy time of one microbatch: by formula, else by its table."""
+    v = stages_per_rank
+    if schedule in (*FORWARDS_FIRST, "1F1B") or (schedule == "Interleaved1F1B" and v > 1 and microbatches % pp == 0):
+        return (pp - 1) / v
     if schedule == "DualPipeV" and microbatches >= 2 * pp:
-        return ScheduleCost((pp - 1) / 3, (2 * pp,) * (pp - 1) + (2 * pp + 1,))
+        return (pp - 1) / 3
     m = _equivalent_microbatches(schedule, pp, microbatches)
-    rows = schedule_rows(schedule, pp, stages_per_rank, m)
-    fraction = bubble(rows, pp * stages_per_rank)
-    return ScheduleCost(fraction / (1 - fraction) * m, tuple(_in_flight(row) for row in rows))
+    fraction = bubble(schedule_rows(schedule, pp, v, m), pp * v)
+    return fraction / (1 - fraction) * m
 
 
 @lru_cache(maxsize=4096)
@@ -135,7 +114,7 @@ def _equivalent_microbatches(schedule: str, pp: int, microbatches: int) -> int:
     """
     if SCHEDULES[schedule].v_shape:
         return min(microbatches, ROUNDS * pp + 1)
-    return min(microbatches, ROUNDS * pp) if schedule == "1F1B" or microbatches % pp == 0 else microbatches
+    return min(microbatches, ROUNDS * pp) if microbatches % pp == 0 else microbatches
 
 
 @lru_cache(maxsize=4096)
