@@ -92,17 +92,12 @@ def run_plan(args: argparse.Namespace) -> int:
         args.ranks = world_of(args.ranks, args.overrides, COMPONENTS)
         args.stack = stack_of(args.stack)
         args.imbalance = args.stack.busiest if args.imbalance is None else args.imbalance
-        lines, data, files, code = _plan(args, read_device(args.hardware))
-        return lines, files | {args.json: json.dumps(data, indent=1) + "\n"}, code
+        return _plan(args, read_device(args.hardware))
 
     return print_report(_problems(args), report)
 
 
-Plan = tuple[list[str], dict[str, Any], dict[Path | None, str], int]
-"""Lines to print, the same as data for JSON, files to write, and the exit code."""
-
-
-def _plan(args: argparse.Namespace, device: Device) -> Plan:
+def _plan(args: argparse.Namespace, device: Device) -> Report:
     """Price the recipe's own mapping (--explain) or search for the fastest ones, and return what to print and write.
 
     Args:
@@ -123,22 +118,24 @@ def _plan(args: argparse.Namespace, device: Device) -> Plan:
             *(notes or [""]),
         ]
     check_imbalance(config, args.imbalance)
+    data: dict[str, Any] = {"hardware": device.name}
+    files: dict[Path | None, str] = {}
     if args.explain:
         mapping = evaluate(config, args.ranks, device, Factors(), **_assumptions(args))
-        lines = [*notes, *explanation(mapping, device)]
-        budget_lines = budget(mapping, args.tokens, device) if args.tokens else []
-        too_large = mapping.peak > usable_bytes(mapping.config, mapping.fold, device)
-        return lines + budget_lines, {"hardware": device.name, "plan": as_json(mapping)}, {}, int(too_large)
-    result = _search(config, args, device)
-    best = result.best[0]
-    lines = [*notes, *table(result, device, args.ranks)]
-    lines += budget(best, args.tokens, device) if args.tokens else []
-    data = {"hardware": device.name, "considered": result.considered}
-    data["best"] = [as_json(mapping) | {"within_error": is_tie(mapping, best)} for mapping in result.best]
-    data["best_unfolded"] = as_json(result.best_unfolded) if result.best_unfolded else None
-    head = f"# Written by titanmoe plan for {args.ranks} {device.name}, from {split_words(args.overrides).recipe}.\n\n"
-    best_config = replace(best.config, job=replace(best.config.job, ranks=args.ranks))
-    return lines, data, {args.write: head + to_toml(best_config)} if args.write else {}, 0
+        lines, data["plan"] = explanation(mapping, device), as_json(mapping)
+        code = int(mapping.peak > usable_bytes(mapping.config, mapping.fold, device))
+    else:
+        result = _search(config, args, device)
+        mapping, lines, code = result.best[0], table(result, device, args.ranks), 0
+        data["considered"] = result.considered
+        data["best"] = [as_json(one) | {"within_error": is_tie(one, mapping)} for one in result.best]
+        data["best_unfolded"] = as_json(result.best_unfolded) if result.best_unfolded else None
+        if args.write:
+            source = f"titanmoe plan for {args.ranks} {device.name}, from {split_words(args.overrides).recipe}"
+            best_config = replace(mapping.config, job=replace(mapping.config.job, ranks=args.ranks))
+            files[args.write] = f"# Written by {source}.\n\n{to_toml(best_config)}"
+    lines = [*notes, *lines, *(budget(mapping, args.tokens, device) if args.tokens else [])]
+    return lines, files | {args.json: json.dumps(data, indent=1) + "\n"}, code
 
 
 def _assumptions(args: argparse.Namespace) -> dict[str, Any]:
