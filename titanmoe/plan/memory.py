@@ -72,7 +72,7 @@ def rank_memories(
             StageLayers(layers[i], i == 0, i == len(owners) - 1) for i, owner in enumerate(owners) if owner == rank
         ]
         moments = PeakMoments(s, rank, stages, teacher, copy)
-        peak = max(moments.all(), key=lambda moment: moment.total)
+        peak = max(moments.all(), key=lambda moment: sum(moment.components.values()))
         components = {name: size for name, size in peak.components.items() if size}
         memories.append(RankMemory(moments.weights, moments.trained, moments.optimizer_state, components, peak.name))
     return memories

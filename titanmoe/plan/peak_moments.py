@@ -28,6 +28,7 @@ from titanmoe.plan.sizes import (
     fsdp,
     shared_vocabulary,
     state_bytes,
+    units_of_rank,
     units_of_stage,
     vocabulary_ranks,
 )
@@ -44,11 +45,6 @@ class Moment(NamedTuple):
     """Description, such as "backward of the last block's experts"."""
     components: dict[str, int]
     """Bytes by component."""
-
-    @property
-    def total(self) -> int:
-        """Bytes of all components."""
-        return sum(self.components.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,14 +94,13 @@ class PeakMoments:
         self.shared = shared_vocabulary(config, sizes)
         self.has_head = bool(self.shared) or has_last_stage
         self.edge = sizes.head if self.has_head else sizes.embedding
-        self.dense = [unit for stage in stages for unit in units_of_stage(config, sizes, stage)] + self.shared
-        self.experts = [sizes.experts_of(i) for i in self.blocks if has_experts(model, i)]
-
-        units = [(unit, fsdp(s.fold)) for unit in self.dense] + [(unit, s.fold.edp) for unit in self.experts]
+        dense, experts = units_of_rank(config, s.fold, sizes, stages)
+        units = dense + experts
+        self.dense, self.experts = ([unit for unit, _ in some] for some in (dense, experts))
         self.trained = sum(unit.trained.stored_bytes(n, self.weight_width) for unit, n in units)
         frozen = sum(unit.stored_bytes(n, s.w) - unit.trained.stored_bytes(n, s.w) for unit, n in units)
         self.weights = self.trained + frozen
-        self.optimizer_state = state_bytes(config, s.fold, units, stages, self.blocks)
+        self.optimizer_state = state_bytes(config, s.fold, units, stages)
         self.accumulated = self.trained if s.microbatches > 1 and not self.is_pipelined else 0
 
         self.loads = self._loads(rank)

@@ -312,19 +312,18 @@ ShardedUnits = list[tuple[WeightUnit, int]]
 """Units, each with the number of data ranks that shard it."""
 
 
-def state_bytes(
-    config: Config,
-    fold: Fold,
-    units: ShardedUnits,
-    stages: list[StageLayers],
-    blocks: list[int],
-) -> int:
-    """Return the bytes of the optimizer's state on a rank.
+def units_of_rank(
+    config: Config, fold: Fold, sizes: Sizes, stages: list[StageLayers]
+) -> tuple[ShardedUnits, ShardedUnits]:
+    """Return the weight units of a rank's stages: those without experts, and those of experts."""
+    dense = [unit for stage in stages for unit in units_of_stage(config, sizes, stage)]
+    dense += shared_vocabulary(config, sizes)
+    blocks = [i for stage in stages for i in stage.blocks(config.model) if has_experts(config.model, i)]
+    return [(unit, fsdp(fold)) for unit in dense], [(sizes.experts_of(i), fold.edp) for i in blocks]
 
-    Args:
-        units: weight units of the rank, each with the number of data ranks that shard it.
-        blocks: indices of the rank's blocks.
-    """
+
+def state_bytes(config: Config, fold: Fold, units: ShardedUnits, stages: list[StageLayers]) -> int:
+    """Return the bytes of the optimizer's state on a rank, which has these weight units and stages."""
     optimizer = OPTIMIZERS.look_up(config.optimizer.name)
     as_weights, width = WIDTHS[config.training.dtype], optimizer.moment_width(config)
 
@@ -336,25 +335,11 @@ def state_bytes(
 
     matrices, out = optimizer.matrices(config), 0
     if matrices:
-        rest = _units_without(config, fold, stages, blocks, matrices)
+        tuning = Tuning((*config.training.freeze, *matrices))
+        sizes = Sizes(config.model, fold, tuning, vocabulary_ranks(config, fold))
+        dense, experts = units_of_rank(config, fold, sizes, stages)
+        rest = dense + experts
         out = optimizer.numbers_per_matrix_weight * (numbers(units) - numbers(rest))
         units = rest
     count = sum(len(unit.trained) for unit, _ in units)
     return out + optimizer.numbers_per_weight * numbers(units) + optimizer.bytes_per_tensor * count
-
-
-def _units_without(
-    config: Config, fold: Fold, stages: list[StageLayers], blocks: list[int], patterns: tuple[str, ...]
-) -> ShardedUnits:
-    """Return the rank's weight units with the tensors that `patterns` or training.freeze match marked as frozen.
-
-    Args:
-        blocks: indices of the rank's blocks.
-        patterns: patterns of names, as in training.freeze.
-    """
-    model, tuning = config.model, Tuning((*config.training.freeze, *patterns))
-    sizes = Sizes(model, fold, tuning, vocabulary_ranks(config, fold))
-    dense = [unit for stage in stages for unit in units_of_stage(config, sizes, stage)]
-    dense += shared_vocabulary(config, sizes)
-    experts = [(sizes.experts_of(i), fold.edp) for i in blocks if has_experts(model, i)]
-    return [(unit, fsdp(fold)) for unit in dense] + experts
