@@ -190,21 +190,18 @@ def _too_large(config: Config, args: argparse.Namespace, device: Device, nearest
     from titanmoe.plan.search import search
 
     training, generation = config.training, config.generation
-    smaller = (
-        f"--training.seq_len {training.seq_len // 2}",
-        replace(training, seq_len=training.seq_len // 2),
-        generation,
-    )
     if config.rl.reward:  # prompts and completions are as long as they are
         size = max(config.rl.completions, generation.batch_size // 2)
-        smaller = f"--generation.batch_size {size}", training, replace(generation, batch_size=size)
+        smaller_text = f"--generation.batch_size {size}"
+        smaller = replace(config, generation=replace(generation, batch_size=size))
+    else:
+        smaller_text = f"--training.seq_len {training.seq_len // 2}"
+        smaller = replace(config, training=replace(training, seq_len=training.seq_len // 2))
+    narrow = replace(config, training=replace(training, mixed_precision_reduce="bfloat16"))
     changes = {
         f"--ranks {2 * args.ranks}": (config, 2 * args.ranks),
-        smaller[0]: (replace(config, training=smaller[1], generation=smaller[2]), args.ranks),
-        "--training.mixed_precision_reduce bfloat16": (
-            replace(config, training=replace(training, mixed_precision_reduce="bfloat16")),
-            args.ranks,
-        ),
+        smaller_text: (smaller, args.ranks),
+        "--training.mixed_precision_reduce bfloat16": (narrow, args.ranks),
     }
 
     def smallest(changed: Config, world: int) -> PricedMapping | None:
@@ -232,21 +229,16 @@ def _too_large(config: Config, args: argparse.Namespace, device: Device, nearest
                 gpus *= 2
             enough = f"{gpus} GPUs are enough" if gpus <= MOST_GPUS else f"nor are {MOST_GPUS:,} GPUs enough"
             helps += f", which is still too much: {enough}"
-    rank = nearest.memory[nearest.fullest]
+    fold, rank = nearest.fold, nearest.memory[nearest.fullest]
     largest = max(rank.components, key=rank.components.__getitem__)
     return (
         f"no mapping of {args.ranks} {device.name} fits into {format_bytes(available(nearest))} a device: the one that "
-        f"needs least, {_short(nearest)}, needs {format_bytes(nearest.peak)} on pipeline rank {nearest.fullest}, "
+        f"needs least, pp {fold.pp} cp {fold.cp} tp {fold.tp} ep {fold.ep} etp {fold.etp} "
+        f"microbatch {nearest.config.training.local_batch_size} "
+        f"recompute {nearest.config.activation_checkpoint.mode}, "
+        f"needs {format_bytes(nearest.peak)} on pipeline rank {nearest.fullest}, "
         f"{format_bytes(excess(nearest))} too much, most of it {largest} "
         f"({format_bytes(rank.components[largest])}){helps}"
-    )
-
-
-def _short(mapping: PricedMapping) -> str:
-    fold, config = mapping.fold, mapping.config
-    return (
-        f"pp {fold.pp} cp {fold.cp} tp {fold.tp} ep {fold.ep} etp {fold.etp} "
-        f"microbatch {config.training.local_batch_size} recompute {config.activation_checkpoint.mode}"
     )
 
 
