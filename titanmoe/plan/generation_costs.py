@@ -77,7 +77,6 @@ class GeneratorPlan:
     """Memory and time of a generator under one mapping, on the rank that has most of each."""
 
     parallelism: GenerationParallelism
-    fold: Fold
     offloads: bool
     """Whether training's weights and optimizer state are in host memory meanwhile."""
     weights: int
@@ -172,8 +171,7 @@ def generator_weights(config: Config, fold: Fold) -> int:
     head = WeightUnit(((model.dim,),), (0,)) if model.tie_embeddings else sizes.head
     units = [sizes.embedding, head, *map(sizes.block, layers)]
     units += [sizes.experts_of(layer) for layer in layers if has_experts(model, layer)]
-    wide = sum(sum(unit.replicated) for unit in units)  # routers
-    return sum(unit.shard_size(1) for unit in units) * w + wide * (max(w, 4) - w)
+    return sum(unit.stored_bytes(1, w) for unit in units)
 
 
 def generator_sizes(config: Config, fold: Fold) -> Sizes:
@@ -262,7 +260,6 @@ class GeneratorCosts:
             most = most_prompts = min(generation.batch_size, prompts * rl.completions)
         return GeneratorPlan(
             parallelism=parallelism,
-            fold=fold,
             offloads=generation.offload_training,
             weights=weights,
             cache=token * self._slots(most, most_prompts) + text * most,

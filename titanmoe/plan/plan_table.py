@@ -15,7 +15,7 @@ from titanmoe.plan.devices import Device
 from titanmoe.plan.generation_costs import GeneratorPlan
 from titanmoe.plan.planned_overlap import overlap_text
 from titanmoe.plan.price import Price
-from titanmoe.plan.search import PricedMapping, Search
+from titanmoe.plan.search import PricedMapping, Search, is_unfolded
 from titanmoe.text_report import columns
 
 HEAD = ("", "step", "tok/s/GPU", "MFU", "memory", "attention / experts", "bottleneck")
@@ -269,7 +269,7 @@ def as_json(mapping: PricedMapping) -> dict[str, Any]:
         "dispatcher": config.moe.dispatcher,
         "overlap": config.moe.overlap,
         "reshard_after_forward": config.parallelism.reshard_after_forward,
-        "unfolded": mapping.unfolded,
+        "unfolded": is_unfolded(fold),
         "step_s": price.step,
         "kind": kind_of_mapping(fold, price),
         "range": error_of(mapping),

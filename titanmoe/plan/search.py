@@ -83,11 +83,6 @@ class PricedMapping:
         """Pipeline rank that needs most memory."""
         return max(range(len(self.memory)), key=lambda i: self.memory[i].peak)
 
-    @property
-    def unfolded(self) -> bool:
-        """Whether experts could use attention's own mesh."""
-        return is_unfolded(self.fold)
-
 
 def is_unfolded(fold: Fold) -> bool:
     """Return whether experts could use attention's mesh dp x cp x tp: etp equals tp, and ep divides dp."""
