@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -61,11 +61,17 @@ class RehearsedBuffers(SymmetricBuffers):
         """
         if self.counts is None or self.group.size == 1:
             return False
-        stage = self.counts.routing.fold.stage
+        routing = self.counts.routing
+        stage = routing.fold.stage
         first = self.recorder.rank // stage * stage
-        layers = moe_blocks(self.counts.routing.config.model)
+        layers = {routing.key(layer): layer for layer in moe_blocks(routing.config.model)}.values()
         with disable_modes():
-            return _any_buffer_overflows(self.counts, self, layers, range(first, first + stage))
+            for place in product(range(first, first + stage), range(routing.microbatches), layers):
+                count_GE = self.counts.received_integers(*place, 0).view(self.group.size, -1)
+                received_e = aligned_counts(count_GE.sum(0).view(self.ranks.ep, -1)).sum(1)
+                if (received_e > self.receive_slots).any():
+                    return True
+        return False
 
 
 def reserve(
@@ -89,25 +95,6 @@ def reserve(
     symmetric = DISPATCHERS.implementation(moe.dispatcher) is Symmetric
     make_buffers = partial(RehearsedBuffers, recorder, fake) if symmetric else None
     return reserve_buffers(model, moe, training, meshes, device, make_buffers)
-
-
-def _any_buffer_overflows(
-    exchange: IntegerMessages, memory: SymmetricBuffers, layers: Iterable[int], ranks: Iterable[int]
-) -> bool:
-    """Return whether the receive buffer of any of `ranks` is too small in any microbatch of any of the blocks `layers`.
-
-    Args:
-        exchange: The counts that the dispatchers send each other.
-        memory: The buffers, which have the same size on all ranks.
-    """
-    layers = list({exchange.routing.key(layer): layer for layer in layers}.values())
-    return any(
-        bool((aligned_counts(count_GE.sum(0).view(memory.ranks.ep, -1)).sum(1) > memory.receive_slots).any())
-        for rank in ranks
-        for microbatch in range(exchange.routing.microbatches)
-        for layer in layers
-        for count_GE in (exchange.received_integers(rank, microbatch, layer, 0).view(memory.group.size, -1),)
-    )
 
 
 def symmetric_notes(gradients: Gradients) -> list[str]:

@@ -8,7 +8,7 @@ Matmuls count two FLOPs for each multiply-add, like torch's own counter; element
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -90,17 +90,14 @@ class Operations(Counter[Operation]):
 
     def totals_by(self, key: Callable[[Operation], Key]) -> dict[Key, OperationCost]:
         """Return the total cost of the operations that have each value of `key`."""
-        totals: dict[Key, OperationCost] = {}
+        totals: dict[Key, OperationCost] = defaultdict(OperationCost)
         for operation, count in self.items():
-            totals.setdefault(key(operation), OperationCost()).__iadd__(cost_of(operation) * count)
+            totals[key(operation)] += cost_of(operation) * count
         return totals
 
     def total(self) -> OperationCost:
         """Return the cost of all operations."""
-        total = OperationCost()
-        for operation, count in self.items():
-            total += cost_of(operation) * count
-        return total
+        return self.totals_by(lambda _: None)[None]
 
 
 @cache

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
@@ -17,7 +17,7 @@ from titanmoe.rehearse.memory_over_step import Memory
 from titanmoe.rehearse.message_order import Verdict
 from titanmoe.rehearse.message_recorder import Message
 from titanmoe.rehearse.operation_costs import Operation, OperationCost, Operations
-from titanmoe.rehearse.rehearsal import NamedGroup, Rehearsal
+from titanmoe.rehearse.rehearsal import Rehearsal
 from titanmoe.text_report import columns
 
 SHOWN_LINES, SHOWN_OPERATIONS = 10, 12
@@ -25,23 +25,14 @@ SHOWN_LINES, SHOWN_OPERATIONS = 10, 12
 STEP_PHASES = ("forward", "backward", "recomputed", "update")
 
 
-def messages_by_kind(rehearsal: Rehearsal, messages: list[Message]) -> dict[tuple, list[Message]]:
-    """Return the messages grouped by communicator, operation, dtype, wait, pass and line, in the order of first use.
-
-    Keys are (NamedGroup, op, dtype, wait_timing, whether in backward, (file, line)). Messages of a group may differ in
-    all else, such as layer and size.
-    """
-    out: dict[tuple, list[Message]] = {}
+def message_rows(rehearsal: Rehearsal, messages: list[Message]) -> Iterator[dict[str, Any]]:
+    """Yield a JSON object for all messages with the same group, operation, dtype, wait, pass and line: count, bytes."""
+    by_kind: dict[tuple, list[Message]] = defaultdict(list)
     for message in messages:
         group = rehearsal.groups[message.group]
         key = group, message.op, message.dtype, message.wait_timing, message.backward, message.site[:2]
-        out.setdefault(key, []).append(message)
-    return out
-
-
-def message_rows(rehearsal: Rehearsal, messages: list[Message]) -> Iterator[dict[str, Any]]:
-    """Yield a JSON object for all messages with the same group, operation, dtype, wait, pass and line: count, bytes."""
-    for (group, op, dtype, waited, backward, line), same_kind in messages_by_kind(rehearsal, messages).items():
+        by_kind[key].append(message)
+    for (group, op, dtype, waited, backward, line), same_kind in by_kind.items():
         layers = Counter(message.site.layer for message in same_kind if message.site.layer)
         yield {
             "communicator": group.kind,
@@ -86,12 +77,17 @@ def as_json(rehearsal: Rehearsal) -> dict[str, Any]:
         "messages": list(message_rows(rehearsal, rehearsal.log.messages)),
         "start_up": list(message_rows(rehearsal, rehearsal.start_up)),
         "syncs": dict(Counter(str(line) for line in rehearsal.log.syncs)),
-        "groups": [_group(group) | {"used": name in used} for name, group in rehearsal.groups.items()],
+        "groups": [
+            {
+                "communicator": group.kind,
+                "axes": group.axes,
+                "ranks": list(group.ranks),
+                "across": group.across,
+                "used": name in used,
+            }
+            for name, group in rehearsal.groups.items()
+        ],
     }
-
-
-def _group(group: NamedGroup) -> dict[str, Any]:
-    return {"communicator": group.kind, "axes": group.axes, "ranks": list(group.ranks), "across": group.across}
 
 
 def format_rehearsal(rehearsal: Rehearsal) -> list[str]:
@@ -234,16 +230,12 @@ def memory_as_json(memory: Memory) -> dict[str, Any]:
     }
 
 
-def peak_site(memory: Memory) -> str:
-    """Return FILE:LINE (layer, region, phase) of the code that reached the peak, or "the start of the step"."""
-    site = memory.site
-    context = ", ".join(x for x in (site.layer, site.region, site.phase) if x)
-    return f"{site} ({context})" if site.line else "the start of the step"
-
-
 def memory_lines(memory: Memory) -> list[str]:
     """Return lines to print about the memory peak: its components, and the lines of code that allocated most."""
-    lines = [f"Memory peaks at {format_bytes(memory.peak)}, at {peak_site(memory)}:", ""]
+    site = memory.site
+    context = ", ".join(x for x in (site.layer, site.region, site.phase) if x)
+    peak_site = f"{site} ({context})" if site.line else "the start of the step"
+    lines = [f"Memory peaks at {format_bytes(memory.peak)}, at {peak_site}:", ""]
     components = [(name, count) for name, count in memory.components.items() if count]
     body = [(name, format_bytes(count), f"{count / max(memory.peak, 1):.1%}") for name, count in components]
     lines += columns(body, right=(1, 2))
@@ -272,11 +264,10 @@ def _site_text(site: CodeSite) -> str:
 
 def counts_by_layer(operations: Operations) -> dict[Operation, Counter[str]]:
     """Return the operations without their layer, each with its number of launches by layer, "" outside of layers."""
-    counts: dict[Operation, Counter[str]] = {}
+    counts: dict[Operation, Counter[str]] = defaultdict(Counter)
     for operation, count in operations.items():
-        counts.setdefault(operation._replace(site=operation.site._replace(layer="")), Counter())[
-            operation.site.layer
-        ] += count
+        anywhere = operation._replace(site=operation.site._replace(layer=""))
+        counts[anywhere][operation.site.layer] += count
     return counts
 
 
@@ -310,9 +301,9 @@ def costs_as_json(operations: Operations) -> dict[str, Any]:
 
 def _costs_by_region(operations: Operations) -> dict[str, dict[str, OperationCost]]:
     """Return the costs by region, then by phase; operations outside any region are under ""."""
-    totals: dict[str, dict[str, OperationCost]] = {}
+    totals: dict[str, dict[str, OperationCost]] = defaultdict(dict)
     for (region, phase), cost in operations.totals_by(lambda x: (x.site.region, x.site.phase)).items():
-        totals.setdefault(region, {})[phase] = cost
+        totals[region][phase] = cost
     return totals
 
 

@@ -87,7 +87,7 @@ def _report(args: argparse.Namespace) -> Report:
     from titanmoe.components import COMPONENTS
     from titanmoe.rehearse.many_ranks import check_ranks, rehearse_ranks
     from titanmoe.rehearse.recorded_routing import recorded_routing
-    from titanmoe.rehearse.rehearsal import recipe_to_rehearse, rehearse
+    from titanmoe.rehearse.rehearsal import recipe_to_rehearse
     from titanmoe.rehearse.rehearsal_table import as_json, format_ranks, format_rehearsal
 
     world = world_of(args.ranks, args.overrides, COMPONENTS)
@@ -98,16 +98,12 @@ def _report(args: argparse.Namespace) -> Report:
         return _report_relayout(args, config, world)
     check_imbalance(config, args.imbalance)
     routing = args.imbalance if args.routing is None else recorded_routing(config, args.routing, args.routing_step)
+    ranks = range(world) if args.all_ranks else None if args.all_roles else [args.rank]
+    options = {"routing": routing, "node": args.node, "ranks": ranks, "steps": args.steps}
+    rehearsals = list(rehearse_ranks(config, world, args.hardware, **options))
     if not (args.all_roles or args.all_ranks):
-        rehearsals = [
-            rehearse(config, world, args.rank, args.hardware, routing=routing, node=args.node, steps=args.steps)
-        ]
         lines, order, code = format_rehearsal(rehearsals[0]), {}, 0
     else:
-        ranks = range(world) if args.all_ranks else None
-        rehearsals = list(
-            rehearse_ranks(config, world, args.hardware, routing=routing, node=args.node, ranks=ranks, steps=args.steps)
-        )
         verdict = check_ranks(rehearsals)
         lines, code = format_ranks(rehearsals, verdict), 0 if verdict.safe else 1
         order = {"order": {"verdict": verdict.text, "safe": verdict.safe, "concerned": verdict.details}}

@@ -210,12 +210,6 @@ def _move(
             plan.move(*ends, META)
     everyone = tuple(range(world))
     program = Program(rank, recorder.log, {group.name: Communicator("world", everyone, everyone)})
-    return _measure(recorder, rank, held, wanted), program
-
-
-def _measure(
-    recorder: MetaRecorder, rank: int, held: Mapping[str, TensorPlaces], wanted: Mapping[str, TensorPlaces]
-) -> RankMove:
     needed = 0
     for name, tensor in wanted.items():
         regions, local = ([region for region, ranks in x.ranks.items() if rank in ranks] for x in (tensor, held[name]))
@@ -223,15 +217,16 @@ def _measure(
             prod(sizes) for *_, (_, sizes) in overlaps(regions, local)
         )
         needed += elements * min(tensor.dtype.itemsize, held[name].dtype.itemsize)
-    log, memory = recorder.log, recorder.ledger.memory()
-    return RankMove(
+    messages, memory = recorder.log.messages, recorder.ledger.memory()
+    move = RankMove(
         needed=needed,
-        received=sum(message.received_bytes for message in log.messages),
-        sent=sum(message.sent_bytes for message in log.messages),
-        rounds=len(log.messages),
+        received=sum(message.received_bytes for message in messages),
+        sent=sum(message.sent_bytes for message in messages),
+        rounds=len(messages),
         messages=memory.peak - memory.at_start,
         weights=memory.at_start,
     )
+    return move, program
 
 
 def format_relayout(
