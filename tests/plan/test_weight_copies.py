@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from titanmoe.plan.sizes import Sizes, fsdp
-from titanmoe.plan.weight_copies import WeightCopies
+from titanmoe.plan.weight_costs import WeightCopies
 from titanmoe.rehearse.code_site import GATHER, REDUCE
 from titanmoe.rehearse.rehearsal import recipe_to_rehearse, rehearse
 

@@ -61,8 +61,6 @@ def track(func: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> None:
     The operation has just run. If inputs are unknown, and it writes to a tensor, what was known of that tensor is
     forgotten. Floating-point tensors, and those of more than MOST elements, are never known.
     """
-    if isinstance(out, FakeTensor) and not _can_be_tracked(out) and not func._schema.is_mutable:
-        return
     results = [out] if isinstance(out, FakeTensor) else [x for x in tree_leaves(out) if isinstance(x, FakeTensor)]
     changes = func._schema.is_mutable
     if not changes and not any(map(_can_be_tracked, results)):

@@ -10,7 +10,7 @@ group, h head, D model, N choices (tokens times top-k), e local experts.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -125,9 +125,7 @@ def rms_norm(x: Tensor, shape: Any, weight_D: Tensor | None = None, eps: float |
 @contextmanager
 def gpu_stand_ins() -> Iterator[None]:
     """Replace attention and RMSNorm by their stand-ins within this context."""
-    with ExitStack() as stack:
-        stack.enter_context(replaced(F, "scaled_dot_product_attention", attention))
-        stack.enter_context(replaced(F, "rms_norm", rms_norm))
+    with replaced(F, "scaled_dot_product_attention", attention), replaced(F, "rms_norm", rms_norm):
         yield
 
 

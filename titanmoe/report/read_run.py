@@ -252,6 +252,10 @@ def _number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and -LARGE < value < LARGE
 
 
+def _numbers(value: Any) -> bool:
+    return isinstance(value, list) and value != [] and all(map(_number, value))
+
+
 def _step(value: Any) -> bool:
     return type(value) is int and 0 <= value < LARGE
 
@@ -279,8 +283,7 @@ def _accept_loads(line: dict[str, Any], shapes: dict[str, int]) -> dict[str, Any
     """
     load = line.get("load")
     if not isinstance(load, dict) or not all(
-        layer.isdecimal() and len(layer) < 9 and isinstance(counts, list) and counts and all(map(_number, counts))
-        for layer, counts in load.items()
+        layer.isdecimal() and len(layer) < 9 and _numbers(counts) for layer, counts in load.items()
     ):
         return None
     experts = {layer: len(counts) for layer, counts in load.items()}
@@ -292,8 +295,7 @@ def _accept_loads(line: dict[str, Any], shapes: dict[str, int]) -> dict[str, Any
 def _accept_times(line: dict[str, Any]) -> dict[str, Any] | None:
     seconds = line.get("seconds")
     columns = [seconds.get(name) for name in ("compute", "data")] if isinstance(seconds, dict) else []
-    fits = columns and all(isinstance(x, list) and x and all(map(_number, x)) for x in columns)
-    return line if fits and len(columns[0]) == len(columns[1]) else None
+    return line if columns and all(map(_numbers, columns)) and len(columns[0]) == len(columns[1]) else None
 
 
 def _accept_rollout(line: dict[str, Any]) -> dict[str, Any] | None:
@@ -305,5 +307,5 @@ def _accept_rollout(line: dict[str, Any]) -> dict[str, Any] | None:
 
 def _accept_quiz(line: dict[str, Any]) -> dict[str, Any] | None:
     columns = [line.get(name) for name in QUIZ_METRICS]
-    fits = all(isinstance(x, list) and x and all(map(_number, x)) for x in columns)
-    return line if fits and isinstance(line.get("task"), str) and len({len(x) for x in columns}) == 1 else None
+    fits = all(map(_numbers, columns)) and len(set(map(len, columns))) == 1
+    return line if fits and isinstance(line.get("task"), str) else None
