@@ -126,13 +126,8 @@ class BlockCosts(AttentionCosts):
         costs = []
         for direction, factor in enumerate((1.0, BACKWARD)):
             memory = self.price_norms(X / tp * D, direction) + self._activation(X * hidden / tp, direction)
-            cost = Cost(
-                products * (1.0, min(backward, self.most))[direction],
-                0.0,
-                memory,
-                self.factors.block / 9 * factor,
-                tp_time,
-            )
+            times = (1.0, min(backward, self.most))[direction]
+            cost = Cost(products * times, 0.0, memory, self.factors.block / 9 * factor, tp_time)
             costs.append(cost + adapted[direction])
         return costs[0], costs[1]
 
@@ -244,6 +239,18 @@ class BlockCosts(AttentionCosts):
         )
         return max(products, local_experts * 3 * D * F * self.w / (self.device.bandwidth * self.factors.memory))
 
+    def recomputed(self, forward: Cost, mode: str) -> Cost:
+        """Return the cost that backward adds by recomputing attention or a dense network, "selective" also a MoE layer.
+
+        Args:
+            forward: cost of its forward.
+            mode: mode of recomputation; "moe" and "none" add nothing.
+        """
+        if mode in FULL:
+            return forward
+        memory, products = self.stack.selective if mode == "selective" else (0.0, 0.0)
+        return Cost(matrix=forward.matrix * products, memory=forward.memory * memory)
+
     def recomputed_experts(
         self,
         forward: Cost,
@@ -325,14 +332,8 @@ class BlockCosts(AttentionCosts):
         if choice.hidden:
             hidden = min(choice.hidden * total.dispatch, total.matrix + total.attention)
             total = total._replace(dispatch=total.dispatch - hidden + self.links.exposed(hidden, hidden))
-        recomputed = Cost() if mode == "moe" else attention[0]
-        if mode in ("moe", "full", "full_except_dispatch") and has_experts(self.model, layer):
+        if mode in (*FULL, "moe") and has_experts(self.model, layer):
             degrees = fold.tp * fold.cp, samples, fold.ep, fold.etp
-            return total + recomputed + self.recomputed_experts(ffn[0], mode, *degrees, choice)
-        if mode in FULL:
-            return total + recomputed + ffn[0]
-        if mode == "selective":
-            memory, products = self.stack.selective
-            forward = attention[0] + ffn[0]
-            return total + Cost(matrix=forward.matrix * products, memory=forward.memory * memory)
-        return total
+            experts = self.recomputed_experts(ffn[0], mode, *degrees, choice)
+            return total + self.recomputed(attention[0], mode) + experts
+        return total + self.recomputed(attention[0] + ffn[0], mode)

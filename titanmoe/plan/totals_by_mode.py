@@ -34,19 +34,16 @@ def _add(
     """Return `totals` with `count` equal layers added, for each mode of recomputation.
 
     Args:
-        costs: costs of the blocks, for how much selective recomputation repeats.
+        costs: costs of the blocks, for what recomputation adds.
         totals: seconds in the order of RECOMPUTE_MODES.
         count: number of equal layers.
         forward: cost of one layer's forward.
         backward: cost of one layer's backward without recomputation.
-        recomputed: cost of recomputation by mode; by default both full modes repeat the forward.
+        recomputed: cost of recomputation by mode, where it is not that of attention and dense networks.
     """
     once = sum(forward) + sum(backward)
-    recomputed = recomputed or {"full": forward, "full_except_dispatch": forward}
-    memory, products = costs.stack.selective
-    recompute = {mode: sum(cost) for mode, cost in recomputed.items()}
-    recompute["selective"] = forward.memory * memory + forward.matrix * products
-    return [x + count * (once + recompute.get(mode, 0.0)) for x, mode in zip(totals, RECOMPUTE_MODES, strict=True)]
+    more = [(recomputed or {}).get(mode) or costs.recomputed(forward, mode) for mode in RECOMPUTE_MODES]
+    return [x + count * (once + cost.seconds) for x, cost in zip(totals, more, strict=True)]
 
 
 class TotalsByMode:
