@@ -171,13 +171,8 @@ class AttentionCosts(DispatchCosts):
                 X * self._mixer_bytes(work, direction)
             )
             attention = core * (1.0, ATTENTION_BACKWARD * backward.scores / BACKWARD)[direction]
-            cost = Cost(
-                products * (1.0, min(backward.products, self.most))[direction],
-                attention,
-                memory,
-                host * factor,
-                tp_time,
-            )
+            times = (1.0, min(backward.products, self.most))[direction]
+            cost = Cost(products * times, attention, memory, host * factor, tp_time)
             if ring:
                 cost = cost + self._ring(group, X * work.queries, X * work.keys, attention, direction)
             elif cp > 1:

@@ -139,13 +139,8 @@ def read_device(name: str) -> Device:
     except ValueError as error:  # not TOML, or not text
         raise ConfigError([f"--hardware: {path} is not TOML: {error}"]) from None
     figures, sources, problems = {}, {}, []
-    for key, (least, most) in RANGES.items():
-        value, source, problem = _figure(data, key)
-        figures[key], sources[key] = value, source
-        if not problem and not least <= value <= most:
-            problem = f"{key} = {value:g} is absurd: expected {least:g} to {most:g}{UNITS.get(key, '')}"
-        if not problem and key in INTEGERS and value != int(value):
-            problem = f"{key} = {value:g} is not a whole number of devices"
+    for key in RANGES:
+        figures[key], sources[key], problem = _figure(data, key)
         problems += [problem] * bool(problem)
     points, sources["curve"], problem = _curve(data)
     problems += [problem] * bool(problem)
@@ -167,15 +162,22 @@ def read_device(name: str) -> Device:
 def _figure(data: dict[str, Any], key: str) -> tuple[float, str, str]:
     """Return (value, source, problem) of the figure `key` of a hardware file.
 
-    `problem` is "" for a number with a source, whose range is not checked here. A missing value or source is 0.0 or "".
+    `problem` is "" for a plausible number with a source. A missing value or source is 0.0 or "".
     """
-    entry = data.get(key)
+    entry, (least, most) = data.get(key), RANGES[key]
     if entry is None:
         return 0.0, "", f'{key} is missing: give {key} = {{ value = ..., source = "..." }}'
     value, source = (entry.get("value"), entry.get("source")) if isinstance(entry, dict) else (entry, None)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return 0.0, "", f"{key} = {value!r} is not a number"
-    return float(value), str(source or ""), "" if source else f"{key} has no source: say where {value:g} comes from"
+    problem = ""
+    if not source:
+        problem = f"{key} has no source: say where {value:g} comes from"
+    elif not least <= value <= most:
+        problem = f"{key} = {value:g} is absurd: expected {least:g} to {most:g}{UNITS.get(key, '')}"
+    elif key in INTEGERS and value != int(value):
+        problem = f"{key} = {value:g} is not a whole number of devices"
+    return float(value), str(source or ""), problem
 
 
 def _curve(data: dict[str, Any]) -> tuple[tuple[tuple[float, float], ...], str, str]:

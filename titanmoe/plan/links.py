@@ -65,11 +65,8 @@ class Links:
     """Seconds of messages over the fast link and the network of a device."""
 
     def __init__(self, device: Device, factors: Factors):
-        self.domain, self.link, self.network = (
-            device.domain,
-            device.link * factors.link,
-            device.network * factors.network,
-        )
+        self.domain = device.domain
+        self.link, self.network = device.link * factors.link, device.network * factors.network
         self.all_to_all, self.fused = factors.all_to_all, device.network * FUSED_NETWORK
         self.link_latency, self.network_latency = device.link_latency, device.network_latency
         self.message_fraction = device.message_fraction

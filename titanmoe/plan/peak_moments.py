@@ -355,13 +355,8 @@ class PeakMoments:
 
         `experts` are the layer's trained experts.
         """
-        elements, fold, w, reduced, width = (
-            experts.full_size,
-            self.s.fold,
-            self.s.w,
-            self.reduced_width,
-            self.weight_width,
-        )
+        elements, fold, w = experts.full_size, self.s.fold, self.s.w
+        reduced, width = self.reduced_width, self.weight_width
         if not self.shards_experts:
             if self.accumulated:
                 return 2 * elements * w // 3  # both that the first products return together

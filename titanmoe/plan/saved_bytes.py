@@ -57,19 +57,15 @@ class Widths:
         self.drops_inputs = config.lora.rank > 0 and config.lora.dropout > 0
         self.mixers = ModelKey.of(model).mixers
         self.flows = flow_of_blocks(ModelKey.of(model), self.sizes.tuning)
-        ring = fold.cp > 1 and config.parallelism.cp_kind == "ring"
-        segments = training.local_batch_size * sequence_chunks(fold.cp, config.parallelism.cp_placement)
-        gathered = fold.cp if config.parallelism.cp_kind == "allgather" else 1
-        mask = training.local_batch_size * training.seq_len**2 * self.w * saves_mask(config, fold.cp)
         self.batch = LocalBatch(
             tokens=self.T,
             positions=self.X,
             tp=fold.tp,
             width=self.w,
-            ring=ring,
-            segments=segments,
-            gathered=gathered,
-            mask=mask,
+            ring=fold.cp > 1 and config.parallelism.cp_kind == "ring",
+            segments=training.local_batch_size * sequence_chunks(fold.cp, config.parallelism.cp_placement),
+            gathered=fold.cp if config.parallelism.cp_kind == "allgather" else 1,
+            mask=training.local_batch_size * training.seq_len**2 * self.w * saves_mask(config, fold.cp),
         )
 
 

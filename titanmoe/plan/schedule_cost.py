@@ -42,11 +42,8 @@ def schedule_rows(schedule: str, pp: int, stages_per_rank: int, microbatches: in
 
     kind = getattr(torch_schedules, f"Schedule{schedule}")
     torch_schedule = kind.__new__(kind)
-    torch_schedule.pp_group_size, torch_schedule.n_local_stages, torch_schedule._n_microbatches = (
-        pp,
-        stages_per_rank,
-        microbatches,
-    )
+    torch_schedule.pp_group_size, torch_schedule.n_local_stages = pp, stages_per_rank
+    torch_schedule._n_microbatches = microbatches
     torch_schedule._stages = [None] * stages_per_rank
     torch_schedule.num_stages = torch_schedule._num_stages = pp * stages_per_rank
     torch_schedule.number_of_rounds = max(1, microbatches // pp)
