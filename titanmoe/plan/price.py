@@ -104,32 +104,26 @@ class Pricer(WeightCosts):
         self.flops = flops_per_token(self.model, config.training.seq_len, Tuning.of(config))
         self.counts = cache(self._counts)
 
-    def split(self, stages: int, uneven: tuple[int, ...], shared: bool = False) -> list[range]:
-        """Return the range of layers of each stage, as the stack divides them.
-
-        Args:
-            stages: number of stages.
-            uneven: layers of each stage, as pipeline.layers_per_stage gives them; () if it is empty.
-            shared: whether all stages share the vocabulary.
-        """
-        if self.stack.balances_stages or uneven:
-            return stages_of(self.config, stages, uneven, shared)
-        each, more = divmod(self.model.num_layers, stages)
-        ends = [each * (i + 1) + min(i + 1, more) for i in range(stages)]
-        return [range(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
-
     def _counts(
         self, stages: int, every: int, uneven: tuple[int, ...], shared: bool
     ) -> list[dict[BlockKind, tuple[int, int]]]:
         """Return, for each stage and kind of block, the number of blocks and the index of one of them.
+
+        Layers are divided among stages as the stack divides them.
 
         Args:
             every: activation_checkpoint.every: layers 0, every, 2 * every and so on count as recomputed.
             uneven: pipeline.layers_per_stage.
             shared: whether all stages share the vocabulary.
         """
+        if self.stack.balances_stages or uneven:
+            split = stages_of(self.config, stages, uneven, shared)
+        else:
+            each, more = divmod(self.model.num_layers, stages)
+            ends = [each * (i + 1) + min(i + 1, more) for i in range(stages)]
+            split = [range(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
         stage_counts = []
-        for layers in self.split(stages, uneven, shared):
+        for layers in split:
             stage: dict[BlockKind, tuple[int, int]] = {}
             for layer in layers:
                 kind = BlockKind(has_experts(self.model, layer), self.first_alike[layer], layer % every == 0)
@@ -154,21 +148,14 @@ class Pricer(WeightCosts):
         stages = self.counts(len(owners), every, uneven, config.parallelism.vocab == "pipeline")
         return owners, stages, {kind: layer for stage in stages for kind, (_, layer) in stage.items()}
 
-    def first_rank_blocks(self, config: Config, fold: Fold) -> dict[tuple[bool, int], tuple[int, int]]:
-        """Return the blocks of the first pipeline rank by kind, recomputed or not.
+    def first_rank_blocks(self, config: Config, fold: Fold) -> list[tuple[int, int]]:
+        """Return (number of blocks, index of one of them) for each kind of block on the first pipeline rank.
 
         Args:
             config: recipe, with the schedule, recomputation and vocab of the mapping.
-
-        Returns:
-            {(whether it has experts, index of the first block with an equal mixer): (number of blocks, index of one)}.
         """
         owners, stages, layers = self.stages(config, fold)
-        blocks: dict[tuple[bool, int], tuple[int, int]] = {}
-        for kind, count in blocks_of_rank(stages, owners, 0).items():
-            key = kind.experts, kind.first_alike
-            blocks[key] = blocks.get(key, (0, 0))[0] + count, layers[kind]
-        return blocks
+        return [(count, layers[kind]) for kind, count in blocks_of_rank(stages, owners, 0).items()]
 
     def price(self, config: Config, fold: Fold, least: bool = False) -> Price:
         """Return the estimated time of a step by component, the tokens per second and the MFU.
@@ -248,23 +235,17 @@ class Pricer(WeightCosts):
         tokens = training.global_batch_size * training.seq_len / step / fold.world
         return Price(step, components, tokens, tokens * self.flops / self.peak, m)
 
-    def _optimizer_seconds(
-        self, config: Config, fold: Fold, sizes: Sizes, blocks: dict[tuple[bool, int], tuple[int, int]]
-    ) -> float:
+    def _optimizer_seconds(self, config: Config, fold: Fold, sizes: Sizes, blocks: list[tuple[int, int]]) -> float:
         """Return the seconds of the optimizer's step on a rank of the first stage, Muon's matrices included.
 
         Args:
             blocks: number of blocks, and index of one of them, by kind, from `first_rank_blocks`.
         """
-        data = fsdp(fold)
-        sharded_weights = sum(
-            count
-            * (
-                sizes.block(layer).trained.shard_size(data)
-                + (sizes.experts_of(layer).trained.shard_size(fold.edp) * experts)
-            )
-            for (experts, _), (count, layer) in blocks.items()
-        )
+        data, sharded_weights = fsdp(fold), 0
+        for count, layer in blocks:
+            sharded_weights += count * sizes.block(layer).trained.shard_size(data)
+            if has_experts(self.model, layer):
+                sharded_weights += count * sizes.experts_of(layer).trained.shard_size(fold.edp)
         edges = (sizes.embedding.trained.shard_size(data) + sizes.head.trained.shard_size(data)) // (
             1 if fold.pp == 1 or config.parallelism.vocab == "pipeline" else 2
         )

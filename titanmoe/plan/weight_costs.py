@@ -228,7 +228,7 @@ class WeightCosts(BlockCosts):
         config: Config,
         fold: Fold,
         sizes: Sizes,
-        blocks: dict[tuple[bool, int], tuple[int, int]],
+        blocks: list[tuple[int, int]],
         m: int,
         busy: Cost,
     ) -> float:
@@ -236,12 +236,12 @@ class WeightCosts(BlockCosts):
 
         Args:
             config: the recipe that is priced.
-            blocks: (number of blocks, index of one of them) by kind, on the first pipeline rank; keys are not used.
+            blocks: (number of blocks, index of one of them) of each kind on the first pipeline rank.
             m: microbatches of a step.
             busy: cost of a microbatch on the slowest pipeline rank.
         """
         gather = reduce = last = 0.0
-        for count, layer in blocks.values():
+        for count, layer in blocks:
             times = self.weights(config, fold, sizes, layer)
             gather, reduce, last = (
                 x + count * seconds for x, seconds in zip((gather, reduce, last), times, strict=True)
@@ -259,6 +259,6 @@ class WeightCosts(BlockCosts):
         each, after = gather * gathers + reduce * reduces, last + reduce * (not reduces)
         backwards = (m - 1) * self.links.exposed(each, backward) + self.links.exposed(each + after, backward)
         # Nothing hides the first gather of a forward and the last reduction of a backward.
-        units = sum(count for count, _ in blocks.values()) + 1
+        units = sum(count for count, _ in blocks) + 1
         end_seconds = (gather * (m if gathers else 1) + reduce * (m if reduces else 1)) / units
         return (m if gathers else 1) * self.links.exposed(gather, forward) + backwards + end_seconds
