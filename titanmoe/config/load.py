@@ -22,7 +22,7 @@ from titanmoe.config.command_line import HINTS, CommandLine, split_words
 from titanmoe.config.component_kinds import ComponentError, Components
 from titanmoe.config.field_values import WrongType, closest, convert, convert_words, nearest_field, shorten, value_text
 from titanmoe.config.fields import Field, build, fields, flatten, help_page, own_fields, tables, to_toml, toml_value
-from titanmoe.config.model_file import ModelFile, changed_paths, disagreements
+from titanmoe.config.model_file import ModelFile, changed_paths
 from titanmoe.config.recipe import Recipe, RecipeError, find_recipe, read_recipe
 from titanmoe.config.schema import OWN, Config
 
@@ -190,7 +190,7 @@ def read_draft(argv: Sequence[str], components: Components, recipe: Recipe | Non
     for path, texts in words.overrides.items():
         settings.on_command_line.add(path)
         if path in fields():
-            settings.put(fields()[path], convert_words(texts, fields()[path]), shorten(" ".join(texts)) or '""')
+            settings.put(fields()[path], texts)
         else:
             settings.own[path] = texts
 
@@ -232,14 +232,17 @@ class Settings:
     Converted once the family is known, which has the fields of this table.
     """
 
-    def put(self, target: Field, value: Any, text: str) -> None:
-        """Set a field, refused or not so far; if the value is a WrongType, refuse it and add a problem instead.
+    def put(self, target: Field, given: Any) -> None:
+        """Set a field, refused or not so far; if its type does not allow the value, refuse it and add a problem.
 
         Args:
-            value: the converted value.
-            text: the value as the user gave it, for the message.
+            given: the recipe's value or, if the field is in `on_command_line`, the words after the option.
         """
         path = target.path
+        if path in self.on_command_line:
+            value, text = convert_words(given, target), shorten(" ".join(given)) or '""'
+        else:
+            value, text = convert(given, target), value_text(given)
         if isinstance(value, WrongType):
             self.refused.add(path)
             self.add_problem((path,), f"{path} = {text} is not {target.expected}{value.correction}")
@@ -266,7 +269,7 @@ def _read_table(data: dict[str, Any], prefix: str, settings: Settings) -> None:
     for key, value in data.items():
         path = prefix + key
         if path in fields():
-            settings.put(fields()[path], convert(value, fields()[path]), value_text(value))
+            settings.put(fields()[path], value)
         elif prefix == f"{OWN}.":
             settings.own[path] = value
         elif (path in tables() or old_names.is_old_table(path)) and isinstance(value, dict):
@@ -293,12 +296,8 @@ def _read_own_table(settings: Settings, family_fields: dict[str, Field]) -> None
     """
     family_known = settings.refused.isdisjoint(("model.family", "model.size"))
     for path, value in settings.own.items():
-        if path in family_fields and path in settings.on_command_line:
-            settings.put(
-                family_fields[path], convert_words(value, family_fields[path]), shorten(" ".join(value)) or '""'
-            )
-        elif path in family_fields:
-            settings.put(family_fields[path], convert(value, family_fields[path]), value_text(value))
+        if path in family_fields:
+            settings.put(family_fields[path], value)
         elif family_known:
             near = closest(path.removeprefix(f"{OWN}."), [field.name for field in family_fields.values()])
             known = (
@@ -352,14 +351,16 @@ def _other_model_fields(settings: Settings) -> set[str]:
 
 
 def _refuse_disagreements(settings: Settings, file: ModelFile) -> None:
-    for path in disagreements(file, settings.values, settings.values.get("model.change", [])):
-        value, theirs = toml_value(settings.values.pop(path)), toml_value(file.fixed[path])
-        settings.refused.add(path)
-        settings.add_problem(
-            (path,),
-            f"{path} = {value}, but {file.source} says {theirs}: leave it out, or, if the model is to differ from its "
-            f"file, list {toml_value(path.removeprefix('model.'))} in model.change",
-        )
+    changes = changed_paths(settings.values.get("model.change", []))
+    for path, theirs in file.fixed.items():
+        if path not in changes and settings.values.get(path, theirs) != theirs:
+            value = toml_value(settings.values.pop(path))
+            settings.refused.add(path)
+            settings.add_problem(
+                (path,),
+                f"{path} = {value}, but {file.source} says {toml_value(theirs)}: leave it out, or, if the model is to "
+                f"differ from its file, list {toml_value(path.removeprefix('model.'))} in model.change",
+            )
 
 
 def _fallback(settings: Settings, components: Components, model_file: ModelFile | None) -> dict[str, Any]:
@@ -383,18 +384,15 @@ def _fallback(settings: Settings, components: Components, model_file: ModelFile 
         values = defaults | from_file | settings.values | fixed
         try:
             specs = kind.specs_of(values[kind.field])
-            preset = {path: value for spec in specs for path, value in spec.preset(values).items()}
+            presets |= {path: value for spec in specs for path, value in spec.preset(values).items()}
         except ComponentError as error:
             settings.add_problem(error.fields, str(error))
             for path in error.fields:
                 settings.refused.add(path)
                 settings.values.pop(path, None)
-            preset = {}
-        presets |= preset
     if settings.values.get("training.epochs"):
         presets["training.steps"] = -1
-    family_fields = ("model.family", "model.size")
-    if not settings.refused.isdisjoint(family_fields):
+    if not settings.refused.isdisjoint(("model.family", "model.size")):
         settings.refused.update(_other_model_fields(settings))
     return defaults | presets | from_file
 

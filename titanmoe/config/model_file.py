@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,15 +31,3 @@ def path_of(name: str) -> str:
     """Return the path of a field from its name in model.change, which leaves out the "model." of fields of [model]."""
     table = name.partition(".")[0]
     return f"model.{name}" if table in (name, "own") else name
-
-
-def disagreements(file: ModelFile, values: Mapping[str, Any], change: Sequence[str]) -> list[str]:
-    """Return the paths of fields that a recipe sets to other values than the published model's, against model.change.
-
-    Args:
-        file: the published model's values.
-        values: the values that the recipe and the command line set, by path.
-        change: the value of model.change, which lists the fields that may differ.
-    """
-    changes = changed_paths(change)
-    return [path for path, value in file.fixed.items() if values.get(path, value) != value and path not in changes]

@@ -24,10 +24,7 @@ MAX_DEPTH = 16
 MAX_REPARSED = 2 << 20
 """Characters that are parsed a second time to find the lines of keys. Keys after that have no line."""
 
-
 _PART = re.compile(r"""[ \t]*("[^"\n]*"|'[^'\n]*'|[\w-]+)[ \t]*""")
-
-
 _CLOSES = re.compile(r"""[]}]|\"{3}|'{3}""")
 
 
