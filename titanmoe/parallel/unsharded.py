@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -63,14 +62,6 @@ def multiplied_together(gate: Weight, up: Weight) -> bool:
     return gate.is_copy and trained and gate.experts.dtype == "compute"
 
 
-class SideBySide(NamedTuple):
-    """The copies of gate's and up's weights side by side, for one product."""
-
-    experts: Experts
-    both: nn.Parameter
-    """The two weights in one tensor (e, 2F, D)."""
-
-
 class UnshardedExperts:
     """The experts of one pipeline stage that FSDP does not shard: their computed weights and gradients."""
 
@@ -89,8 +80,7 @@ class UnshardedExperts:
         if self.replicas.size > 1:
             self.sum_dtype = torch.promote_types(self.sum_dtype, wide)
         self.by_computed: dict[Tensor, tuple[Weight, ...]] = {}
-        """Weights by the parameter that autograd gives a gradient to: two weights if they are side by side."""
-        self.side_by_side: list[SideBySide] = []
+        """Weights by the parameter that autograd gives a gradient to: two, gate and up, if it is (e, 2F, D)."""
         self.totals: dict[Tensor, Tensor] = {}
         """Sums that products add gradients to, by the parameter that autograd would give them to; gate before up."""
         for moe in stage.moe_layers().values():
@@ -115,7 +105,6 @@ class UnshardedExperts:
             both = nn.Parameter(torch.cat((gate.computed, up.computed), 1))
             for weight, half in zip((gate, up), both.detach().chunk(2, 1), strict=True):
                 weight.computed = nn.Parameter(half, requires_grad=False)
-            self.side_by_side.append(SideBySide(experts, both))
             self.by_computed[both] = weights.pop("w1"), weights.pop("w3")
         self.by_computed |= {weight.computed: (weight,) for weight in weights.values()}
 
@@ -132,10 +121,10 @@ class UnshardedExperts:
         self._copy()
         for weight in self.weights:
             setattr(weight.experts, weight.name, weight.computed)
-        for experts, both in self.side_by_side:
-            experts.w1_and_w3 = both
-        for computed, (weight, *others) in self.by_computed.items() if accumulate else ():
-            if weight.experts.accumulates and weight.name in MATRICES:
+        for computed, (weight, *others) in self.by_computed.items():
+            if others:
+                weight.experts.w1_and_w3 = computed
+            if accumulate and weight.experts.accumulates and weight.name in MATRICES:
                 name = "w1_and_w3" if others else weight.name
                 weight.experts.sums[name] = partial(self.add_product, computed)
         self.adding, self.is_last = accumulate, False
@@ -146,9 +135,8 @@ class UnshardedExperts:
         finally:
             self.adding = False
             self.totals.clear()
-            for experts, _ in self.side_by_side:
-                experts.w1_and_w3 = None
             for weight in self.weights:
+                weight.experts.w1_and_w3 = None
                 setattr(weight.experts, weight.name, weight.stored)
                 weight.experts.sums.clear()
                 weight.grad = weight.reducing = None
