@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titanmoe.ops.kernels.kernel_launch import cdiv, kernel, sum_dtype
+from titanmoe.ops.kernels.kernel_launch import adjacent_numbers, cdiv, kernel, sum_dtype
 
 ROWS, TILE = 64, 128
 
@@ -53,7 +53,7 @@ def add_gradient(total_HeFD: Tensor, grad_RN: Tensor, x_RD: Tensor, ends_e: Tens
         add: False to overwrite the sums, with zeros for experts without tokens.
     """
     H, e, F, D = total_HeFD.shape
-    grad_RN, x_RD = (x if x.stride(1) == 1 else x.contiguous() for x in (grad_RN, x_RD))
+    grad_RN, x_RD = adjacent_numbers(grad_RN), adjacent_numbers(x_RD)
     tiles = cdiv(H * F, TILE) * cdiv(D, TILE)
     _add_gradient[(tiles, e)](
         grad_RN, x_RD, ends_e, total_HeFD, grad_RN.stride(0), x_RD.stride(0), *total_HeFD.stride()[:2], H * F, D, F,

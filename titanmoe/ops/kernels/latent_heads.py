@@ -146,12 +146,8 @@ def split_ends(dk_BSHh: Tensor, dv_BSHv: Tensor, cos_bS1p: Tensor, sin_bS1p: Ten
         The gradients of the keys' parts without positions and of values, side by side (B, S, H, n + v); and the
         gradient of the shared key before its rotation (B, S, 1, p), summed over heads. Both in the dtype of dk_BSHh.
     """
-    dk, dv, cos, sin = (
-        adjacent_numbers(dk_BSHh),
-        adjacent_numbers(dv_BSHv),
-        cos_bS1p.contiguous(),
-        sin_bS1p.contiguous(),
-    )
+    dk, dv = adjacent_numbers(dk_BSHh), adjacent_numbers(dv_BSHv)
+    cos, sin = cos_bS1p.contiguous(), sin_bS1p.contiguous()
     (B, S, H, h), v, half = dk.shape, dv.shape[3], cos.shape[-1] // 2
     n = h - 2 * half
     dkv, dkey = dk.new_empty(B, S, H, n + v), dk.new_empty(B, S, 1, 2 * half)

@@ -102,7 +102,6 @@ def _launch_sum(y: Tensor, slot: Tensor, weight_grad: Tensor | None, K: int) -> 
     slot = slot.contiguous()
     (T, J), (R, D) = slot.shape, y.shape
     out = y.new_empty(T, D)
-    weighted = weight_grad is not None
     weight_out = out if weight_grad is None else weight_grad.new_empty(T, K)
     weight_grad = out if weight_grad is None else weight_grad
     rows, columns = tile_shape(D, TILE)
@@ -110,7 +109,7 @@ def _launch_sum(y: Tensor, slot: Tensor, weight_grad: Tensor | None, K: int) -> 
         _sum_rows[(cdiv(T, rows),)](
             y, slot, out, weight_grad, weight_out, T, R, D=D, J=J, K=K,
             OF_Y=y.stride(0), OF_WEIGHT=weight_grad.stride(0), WIDE=sum_dtype(y.dtype),
-            ROWS=rows, COLUMNS=columns, WEIGHTED=weighted, num_warps=8,
+            ROWS=rows, COLUMNS=columns, WEIGHTED=weight_out is not out, num_warps=8,
         )  # fmt: skip
     return out, weight_out
 

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from titanmoe.ops.autograd_functions import apply_function, as_non_leaf, wants_gradient
-from titanmoe.ops.kernels.kernel_launch import cdiv, kernel, next_power_of_2, sum_dtype
+from titanmoe.ops.kernels.kernel_launch import adjacent_numbers, cdiv, kernel, next_power_of_2, sum_dtype
 
 NUMBERS = 16
 """The numbers of a block of rows that each thread holds. Backward has four such blocks in some 100 registers."""
@@ -66,8 +66,8 @@ def _rms_norm_backward(grad, x, weight, grad_x, sums, R, of_grad, of_x, D: tl.co
         tl.store(sums + tl.program_id(0) * D + tl.arange(0, COLUMNS), tl.sum(total, 0), mask=tl.arange(0, COLUMNS) < D)
 
 
-def _block(width: int, dtype: torch.dtype) -> tuple[dict[str, Any], int]:
-    """Return the launch options of a kernel by name, such as tile and warps; and the rows of a program's block.
+def _block(width: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the launch options of a kernel by name, such as ROWS of a program's tile and warps.
 
     Args:
         width: numbers of a row.
@@ -76,22 +76,21 @@ def _block(width: int, dtype: torch.dtype) -> tuple[dict[str, Any], int]:
     columns, of_thread = next_power_of_2(width), NUMBERS // 2 if dtype == torch.float64 else NUMBERS
     warps = min(max(columns // (32 * of_thread), 4), 32)
     rows = max(warps * 32 * of_thread // columns, 1)
-    return dict(D=width, WIDE=sum_dtype(dtype), ROWS=rows, COLUMNS=columns, num_warps=warps), rows
+    return dict(D=width, WIDE=sum_dtype(dtype), ROWS=rows, COLUMNS=columns, num_warps=warps)
 
 
 def _flatten_to_rows(x: Tensor) -> Tensor:
     """Return x as a 2-D tensor (R, D) whose rows are contiguous; copy it only if no such view exists."""
-    x_RD = x.reshape(-1, x.shape[-1])
-    return x_RD if x_RD.stride(1) == 1 else x_RD.contiguous()
+    return adjacent_numbers(x.reshape(-1, x.shape[-1]))
 
 
 @kernel("titanmoe::rms_norm_forward")
 def rms_norm_forward(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """Compute x / sqrt(mean(x^2) + eps) * weight over the last dim. Not differentiable."""
-    x_RD, out = _flatten_to_rows(x), x.new_empty(x.shape)
-    options, rows = _block(x.shape[-1], x.dtype)
+    x_RD, out, options = _flatten_to_rows(x), x.new_empty(x.shape), _block(x.shape[-1], x.dtype)
     if R := len(x_RD):
-        _rms_norm_forward[(cdiv(R, rows),)](x_RD, weight_D.contiguous(), out, R, x_RD.stride(0), EPS=eps, **options)
+        programs = cdiv(R, options["ROWS"])
+        _rms_norm_forward[(programs,)](x_RD, weight_D.contiguous(), out, R, x_RD.stride(0), EPS=eps, **options)
     return out
 
 
@@ -102,8 +101,8 @@ def _(x, weight_D, eps):
 
 def _backward_programs(x: Tensor) -> int:
     """Return how many Triton programs backward launches for an input of x's shape and dtype."""
-    options, rows = _block(x.shape[-1], x.dtype)
-    return min(cdiv(x.numel() // x.shape[-1], rows), max(WARPS // options["num_warps"], 1))
+    options = _block(x.shape[-1], x.dtype)
+    return min(cdiv(x.numel() // x.shape[-1], options["ROWS"]), max(WARPS // options["num_warps"], 1))
 
 
 def _empty_weight_sums(x: Tensor, wanted: bool) -> Tensor:
@@ -131,8 +130,7 @@ def rms_norm_backward(
         The gradient of x; and summands (P, D) of the weight's gradient, to be added over P; P = 0 without weight_grad.
     """
     grad_RD, x_RD, grad_x = _flatten_to_rows(grad), _flatten_to_rows(x), x.new_empty(x.shape)
-    options, _ = _block(x.shape[-1], x.dtype)
-    sums_PD = _empty_weight_sums(x, weight_grad)
+    options, sums_PD = _block(x.shape[-1], x.dtype), _empty_weight_sums(x, weight_grad)
     if R := len(x_RD):
         _rms_norm_backward[(_backward_programs(x),)](
             grad_RD, x_RD, weight_D.contiguous(), grad_x, sums_PD, R, grad_RD.stride(0), x_RD.stride(0),

@@ -292,13 +292,12 @@ class RouteFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, logits_TE, bias_E, index_T, sample_T, valid_T, samples, top_k, groups, top_groups, *rest):
-        scores_per_group, mode, norm, scale, forced = rest
+    def forward(ctx, logits_TE, bias_E, index_T, sample_T, valid_T, samples, *options):
         count_BE = torch.zeros(samples, logits_TE.shape[1], dtype=torch.int64, device=logits_TE.device)
-        shape = (top_k, groups, top_groups, scores_per_group, mode, norm, scale, forced)
         tokens = (index_T, sample_T, valid_T)
-        scores_TE, weights_TK, chosen_TK = route(logits_TE, bias_E, *tokens, count_BE, *shape)
+        scores_TE, weights_TK, chosen_TK = route(logits_TE, bias_E, *tokens, count_BE, *options)
         ctx.save_for_backward(logits_TE, scores_TE, chosen_TK)
+        *_, mode, norm, scale, _ = options
         ctx.constants = (mode, norm, scale)
         ctx.mark_non_differentiable(chosen_TK, count_BE)
         ctx.set_materialize_grads(False)

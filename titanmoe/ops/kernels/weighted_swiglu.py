@@ -123,12 +123,8 @@ def weighted_swiglu_backward(
         The product (R, F); the gradients of gate and up side by side (R, 2F); and the gradient of
         the routing weights (R, 1).
     """
-    grad_RF, gate_RF, up_RF, weight_R1 = (
-        grad_RF.contiguous(),
-        adjacent_numbers(gate_RF),
-        adjacent_numbers(up_RF),
-        weight_R1.contiguous(),
-    )
+    gate_RF, up_RF = adjacent_numbers(gate_RF), adjacent_numbers(up_RF)
+    grad_RF, weight_R1 = grad_RF.contiguous(), weight_R1.contiguous()
     R, F = gate_RF.shape
     outputs = gate_RF.new_empty(R, F), gate_RF.new_empty(R, 2 * F), torch.empty_like(weight_R1)
     rows, columns = tile_shape(F, TILE)
