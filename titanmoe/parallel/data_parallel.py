@@ -72,8 +72,7 @@ def apply_fsdp(model: Transformer, training: Training, parallelism: Parallelism,
     ignored = {parameter for moe in model.moe_layers().values() for parameter in moe.router.parameters()}
     if unsharded:
         ignored |= replicate_experts(model, meshes)
-    options = {"mesh": meshes.dense_data, "reshard_after_forward": freed, "ignored_params": ignored}
-
+    options = dict(mesh=meshes.dense_data, reshard_after_forward=freed, ignored_params=ignored, mp_policy=policy)
     on_model_dim = shard_experts_on_model_dim(model.shape.num_experts, meshes.fold.ep, meshes.fold.edp)
     for block in model.blocks().values():
         if block.moe is not None:
@@ -81,20 +80,19 @@ def apply_fsdp(model: Transformer, training: Training, parallelism: Parallelism,
                 fully_shard(
                     block.moe.experts,
                     **options | {"mesh": meshes.expert_data},
-                    mp_policy=policy,
                     shard_placement_fn=_on_model_dim(block.moe.experts) if on_model_dim else None,
                 )
             block.moe.experts.rounded.keep = not freed or meshes.fold.edp == 1
-        fully_shard(block, **options, mp_policy=policy)
+        fully_shard(block, **options)
     # Not freed, because backward begins with them at once: the head, and what is in no block (a tied embedding).
     last = options | {"reshard_after_forward": False}
-    ends = (model.embed_copy,) if model.shape.tie_embeddings else (model.embed, model.embed_copy, model.head)
-    for end in ends:
-        if end is not None:
-            fully_shard(end, **(last if end is model.head else options), mp_policy=policy)
-            if end is not model.head:
-                end.set_unshard_in_backward(False)  # the gradient of a lookup needs no weights
-    fully_shard(model, **last, mp_policy=policy)
+    for embedding in (model.embed_copy,) if model.shape.tie_embeddings else (model.embed, model.embed_copy):
+        if embedding is not None:
+            fully_shard(embedding, **options)
+            embedding.set_unshard_in_backward(False)  # the gradient of a lookup needs no weights
+    if model.head is not None and not model.shape.tie_embeddings:
+        fully_shard(model.head, **last)
+    fully_shard(model, **last)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             _sum_gradients(module, meshes.expert_data if isinstance(module, Experts) else meshes.dense_data)
