@@ -139,15 +139,8 @@ class Pipeline:
         torch's own forward-only mode fails in V-shaped schedules, where two neighbouring stages are on one rank.
         """
         table = self.schedule.pipeline_order_with_comms
-        forward = (
-            "F",
-            "SEND_F",
-            "WAIT_SEND_F",
-            "RECV_F",
-            "UNSHARD",
-            "RESHARD",
-            *(one for one in Pass if one != Pass.D),
-        )
+        passes = (one for one in Pass if one != Pass.D)
+        forward = ("F", "SEND_F", "WAIT_SEND_F", "RECV_F", "UNSHARD", "RESHARD", *passes)
         self.schedule.pipeline_order_with_comms = {
             rank: [one for action in row for one in (action.sub_actions or [action]) if one.computation_type in forward]
             for rank, row in table.items()

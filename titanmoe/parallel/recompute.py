@@ -198,7 +198,7 @@ def _use_unsaved(remember: Remember, compute: Callable[[], tuple[Tensor, ...]], 
         use: gets the tensors as arguments; called once.
     """
     tensors = compute()
-    if torch.compiler.is_compiling():  # the compiler chooses what to save
+    if torch.compiler.is_compiling():
         return use(*tensors)
     unsaved = _UnsavedTensors(remember(compute), tensors)
     with torch.autograd.graph.saved_tensors_hooks(unsaved.pack, unsaved.unpack):
