@@ -30,7 +30,7 @@ from titanmoe.data.tokenize_command import add_tokenize
 from titanmoe.data.tokenizer_command import add_tokenizer
 from titanmoe.data.verify_command import add_data
 from titanmoe.files import format_ranges
-from titanmoe.fold.degrees import DEGREE_PATHS, DERIVED, Fold, derive, resolve_degrees
+from titanmoe.fold.degrees import DEGREE_PATHS, DERIVED, Fold, derive, resolve_degrees, with_degrees
 from titanmoe.fold.legal_mappings import changes, legal_stages, nearest
 from titanmoe.fold.legality import violations
 from titanmoe.fold.picture import draw, list_mappings
@@ -51,7 +51,6 @@ from titanmoe.text_report import columns
 from titanmoe.train.runtime import exit_now
 
 ASCII = str.maketrans("─├┤", "-[]")
-EXPERT_DEGREES = ("edp_replicate", "edp", "ep", "etp")
 
 
 def command() -> NoReturn:
@@ -150,7 +149,7 @@ def run_fold(args: argparse.Namespace) -> int:
         print(error, file=sys.stderr)
         return 2
     config, problems, source = _read_model(args)
-    parallelism = _with_degrees(degrees, config)
+    parallelism = with_degrees(config.parallelism if config else Parallelism(), degrees)
     if parallelism.node == -1:
         parallelism = replace(parallelism, node=args.node)
     if config is not None:
@@ -211,19 +210,6 @@ def _read_model(args: argparse.Namespace) -> tuple[Config | None, list[str], str
         argv, options = [], defaults | options
     draft = read_draft([*argv, *(f"--{path}={value}" for path, value in options.items())], COMPONENTS)
     return draft.config, draft.problems, draft.source if draft.problems else ""
-
-
-def _with_degrees(degrees: dict[str, int], config: Config | None = None) -> Parallelism:
-    """Return the config's parallelism, or the default without a config, with some degrees set; they may be illegal.
-
-    Args:
-        degrees: number of ranks by name of the axis, such as "tp".
-        config: the recipe, which is not changed.
-    """
-    table = config.parallelism if config else Parallelism()
-    experts = {name: degrees[name] for name in EXPERT_DEGREES if name in degrees}
-    attention = {name: n for name, n in degrees.items() if name not in EXPERT_DEGREES}
-    return replace(table, **attention, experts=replace(table.experts, **experts))
 
 
 def _describe_nearest(world: int, parallelism: Parallelism, config: Config | None) -> str:

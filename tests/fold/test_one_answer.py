@@ -14,7 +14,7 @@ from titanmoe.cli import main
 from titanmoe.components import COMPONENTS
 from titanmoe.config import load
 from titanmoe.config.schema import Config
-from titanmoe.fold.degrees import Fold
+from titanmoe.fold.degrees import Fold, with_degrees
 from titanmoe.fold.legal_mappings import nearest
 from titanmoe.fold.pipeline_schedules import single_order
 from titanmoe.train import refusals
@@ -64,10 +64,7 @@ def complete_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def mapped(config: Config, fold: Fold) -> Config:
-    values = degrees(fold)
-    experts = {name: values.pop(name) for name in ("edp_replicate", "edp", "ep", "etp")}
-    table = config.parallelism
-    return replace(config, parallelism=replace(table, **values, experts=replace(table.experts, **experts)))
+    return replace(config, parallelism=with_degrees(config.parallelism, degrees(fold)))
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)

@@ -1,19 +1,14 @@
 """The mapping of a run that is restarted on another number of ranks."""
 
-from dataclasses import replace
-
 import pytest
 
-from titanmoe.config.schema import Experts, Parallelism
-from titanmoe.fold.degrees import FoldError, derive
+from titanmoe.config.schema import Parallelism
+from titanmoe.fold.degrees import FoldError, derive, with_degrees
 from titanmoe.fold.legal_mappings import refit
-
-EXPERTS = ("edp_replicate", "edp", "ep", "etp")
 
 
 def parallelism_of(**degrees: int) -> Parallelism:
-    experts = {name: degrees.pop(name) for name in EXPERTS if name in degrees}
-    return replace(Parallelism(**degrees), experts=Experts(**experts))
+    return with_degrees(Parallelism(), degrees)
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,12 @@ pp is outermost and tp, etp innermost, so both views have the same stages. Nothi
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import gcd, prod
+from operator import attrgetter
 
+from titanmoe.config.fields import with_values
 from titanmoe.config.ranges import choices_text, divisors
 from titanmoe.config.schema import Parallelism
 
@@ -94,9 +97,16 @@ def nodes_of_a_group(world: int, ep: int, etp: int, node: int) -> int | None:
 
 def requested_degrees(parallelism: Parallelism) -> dict[str, int]:
     """Return the degrees that the recipe's [parallelism] sets, by short name such as "ep"; -1 for one to be derived."""
-    names = ("pp", "dp_replicate", "dp_shard", "cp", "tp"), ("edp_replicate", "edp", "ep", "etp")
-    tables = parallelism, parallelism.experts
-    return {name: getattr(table, name) for table, of in zip(tables, names, strict=True) for name in of}
+    return {name: attrgetter(_below_parallelism(name))(parallelism) for name in DEGREE_PATHS}
+
+
+def with_degrees(parallelism: Parallelism, degrees: Mapping[str, int]) -> Parallelism:
+    """Return a [parallelism] table with some degrees, by short name such as "ep", replaced. They may be illegal."""
+    return with_values(parallelism, {_below_parallelism(name): n for name, n in degrees.items()})
+
+
+def _below_parallelism(name: str) -> str:
+    return DEGREE_PATHS[name].removeprefix("parallelism.")
 
 
 def default_edp_replicate(dp_replicate: int, expert_data_ranks: int) -> int:

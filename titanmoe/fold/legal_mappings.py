@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from math import gcd, lcm, log2
 from operator import itemgetter
@@ -23,6 +23,7 @@ from titanmoe.fold.degrees import (
     default_edp_replicate,
     requested_degrees,
     resolve_degrees,
+    with_degrees,
 )
 from titanmoe.fold.legality import broken_laws
 
@@ -186,12 +187,6 @@ def refit(world: int, parallelism: Parallelism) -> tuple[Parallelism, str]:
     fit["edp_replicate"] = gcd(requested_replicas, expert_data_ranks)
     fit["edp"] = expert_data_ranks // fit["edp_replicate"]
     changed = {name: n for name, n in fit.items() if degrees[name] not in (-1, n)}
-    experts = replace(parallelism.experts, **{name: n for name, n in changed.items() if name.startswith("edp")})
     changes_text = ", ".join(f"{DEGREE_PATHS[name]} {degrees[name]} -> {n}" for name, n in changed.items())
-    fitted = replace(
-        parallelism,
-        dp_replicate=changed.get("dp_replicate", parallelism.dp_replicate),
-        dp_shard=changed.get("dp_shard", parallelism.dp_shard),
-        experts=experts,
-    )
-    return fitted, f"restarted on {world} rank{'s' * (world > 1)}: {changes_text}; the global batch stays"
+    text = f"restarted on {world} rank{'s' * (world > 1)}: {changes_text}; the global batch stays"
+    return with_degrees(parallelism, changed), text

@@ -22,7 +22,7 @@ from titanmoe.config.load import Draft, read_draft
 from titanmoe.config.schema import Config
 from titanmoe.config.world_size import recipe_ranks
 from titanmoe.data.hub_datasets import pin_datasets
-from titanmoe.fold.degrees import FoldError, derive
+from titanmoe.fold.degrees import DERIVED, FoldError, derive, with_degrees
 from titanmoe.fold.legal_mappings import refit
 from titanmoe.moe.dispatchers.dispatcher_spec import DISPATCHERS
 from titanmoe.train import launch_messages
@@ -61,8 +61,7 @@ def resolve(
         ConfigError: the record's global batch size cannot be used on so many ranks, or the data cannot be counted.
     """
     fold = derive(world, config.parallelism)
-    experts = replace(config.parallelism.experts, edp=fold.edp, edp_replicate=fold.edp_replicate)
-    parallelism = replace(config.parallelism, dp_shard=fold.dp_shard, experts=experts)
+    parallelism = with_degrees(config.parallelism, {name: getattr(fold, name) for name in DERIVED})
     if DISPATCHERS.look_up(config.moe.dispatcher).works_by_node:
         parallelism = replace(parallelism, node=ranks_per_node(config))
     training = config.training
