@@ -59,8 +59,3 @@ def add_gradient(total_HeFD: Tensor, grad_RN: Tensor, x_RD: Tensor, ends_e: Tens
         grad_RN, x_RD, ends_e, total_HeFD, grad_RN.stride(0), x_RD.stride(0), *total_HeFD.stride()[:2], H * F, D, F,
         WIDE=sum_dtype(grad_RN.dtype), ADD=add, ROWS=ROWS, TILE=TILE, num_warps=8, num_stages=3,
     )  # fmt: skip
-
-
-@add_gradient.register_fake
-def _(total_HeFD, grad_RN, x_RD, ends_e, add):
-    return None

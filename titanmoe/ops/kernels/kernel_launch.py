@@ -69,9 +69,9 @@ def can_run(x: Tensor) -> bool:
 def kernel(name: str, mutates_args: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Any]:
     """Return a decorator that registers a function that launches kernels as a torch operation.
 
-    Compilers and dispatch modes see the operation, and need its shapes: pass a function that allocates the outputs to
-    the decorated function's `register_fake`. Without either, a call goes to the function directly: torch's dispatcher
-    would take longer than the launch.
+    Compilers and dispatch modes see the operation, and need its shapes: pass a function that allocates the outputs, if
+    there are any, to the decorated function's `register_fake`. Without either, a call goes to the function directly:
+    torch's dispatcher would take longer than the launch.
 
     Args:
         name: the name of the operation, such as "titanmoe::rotate".

@@ -107,11 +107,6 @@ def rotate_ends(x_BSHp: Tensor, cos_bS1p: Tensor, sin_bS1p: Tensor) -> None:
     _run_join(x_BSHp[..., :0], x_BSHp, cos_bS1p, sin_bS1p, x_BSHp, 1)
 
 
-@rotate_ends.register_fake
-def _(x_BSHp, cos_bS1p, sin_bS1p):
-    return None
-
-
 @kernel("titanmoe::join_ends")
 def join_ends(plain_BSHn: Tensor, rotated_BSHp: Tensor, cos_bS1p: Tensor, sin_bS1p: Tensor, sign: int) -> Tensor:
     """Rotate one part of each head by its position (RoPE), and append it to the other part: (B, S, H, n + p).

@@ -76,11 +76,6 @@ def loss_slice(
     _launch(_loss_forward, logits_Tv, label_T, top_T, total_T, label_logit_T, begin)
 
 
-@loss_slice.register_fake
-def _(logits_Tv, label_T, begin, top_T, total_T, label_logit_T):
-    return None
-
-
 @kernel("titanmoe::loss_slice_backward", mutates_args=("logits_Tv",))
 def loss_slice_backward(logits_Tv: Tensor, label_T: Tensor, begin: int, log_total_T: Tensor, scale_T: Tensor) -> None:
     """Overwrite a slice of logits with the gradient of the loss, (softmax - one-hot of the label) * scale.
@@ -93,8 +88,3 @@ def loss_slice_backward(logits_Tv: Tensor, label_T: Tensor, begin: int, log_tota
         scale_T: the factor of each token's loss.
     """
     _launch(_loss_backward, logits_Tv, label_T, log_total_T, scale_T, begin)
-
-
-@loss_slice_backward.register_fake
-def _(logits_Tv, label_T, begin, log_total_T, scale_T):
-    return None
