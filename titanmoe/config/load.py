@@ -146,7 +146,7 @@ class Draft:
             ConfigError: with every problem, if the config cannot run.
         """
         if self.config is None:
-            raise ConfigError(self.problems, self.source)
+            raise self.error()
         if self.command_line.help:
             self._print_help_and_exit(self.config)
         values, refused = flatten(self.config), self.settings.refused
