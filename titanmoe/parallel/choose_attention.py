@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from titanmoe.comm.collectives import Group
+from titanmoe.comm.collectives import NO_GROUP, Group
 from titanmoe.config.schema import Parallelism
 from titanmoe.fold.attention_backend import FLEX_NARROWEST, head_widths, pick_backend
 from titanmoe.mask import CAUSAL, Mask
@@ -58,19 +58,16 @@ def attend(
     Raises:
         ValueError: if the backend is "torch" and torch's own attention cannot compute this, with the reason.
     """
-    masked, sinks = mask.until_BL is not None or mask.window > 0, sinks_H is not None
-    device, float64 = hardware.kind(q_BSHh), q_BSHh.dtype == torch.float64
-    narrow = min(q_BSHh.shape[-1], v_BSGh.shape[-1]) < FLEX_NARROWEST
     implementation, why = pick_backend(
         backend,
         cp_kind,
         group.size,
-        device=device,
-        float64=float64,
-        masked=masked,
-        sinks=sinks,
+        device=hardware.kind(q_BSHh),
+        float64=q_BSHh.dtype == torch.float64,
+        masked=mask.until_BL is not None or mask.window > 0,
+        sinks=sinks_H is not None,
         ring_lacks=ring_lacks,
-        narrow=narrow,
+        narrow=min(q_BSHh.shape[-1], v_BSGh.shape[-1]) < FLEX_NARROWEST,
     )
     if backend == "torch" and why:
         raise ValueError(f'parallelism.attention_backend = "torch" cannot be used here: {why}; use "auto"')
@@ -79,7 +76,8 @@ def attend(
         return torch_ring_attention(q_BSHh, k_BSGh, v_BSGh, sinks_H, report_lse, **layout)
     inputs = (q_BSHh, k_BSGh, v_BSGh, mask, sinks_H, report_lse)
     if implementation == "flex" and group.size > 1 and cp_kind == "ulysses":
-        return ulysses_attention(*inputs, **layout, full_attention=partial(_flexed, masks=masks, flex=flex))
+        over_heads = partial(flex_attention_over, masks=masks, group=NO_GROUP, flex=flex)
+        return ulysses_attention(*inputs, **layout, full_attention=over_heads)
     if implementation == "flex":
         return flex_attention_over(*inputs, masks=masks, group=group, flex=flex)
     if mask.until_BL is not None:
@@ -93,10 +91,6 @@ def _plain(cp_kind: str, *inputs, **layout) -> Tensor:
 
 _outside_graphs = torch.compiler.disable(_plain)
 """`_plain` outside compiled graphs: where documents are separate, the batch's values decide what is computed."""
-
-
-def _flexed(q_BLHh, k_BLGh, v_BLGh, mask: Mask, sinks_H, report_lse, *, masks: Masks, flex) -> Tensor:
-    return flex(q_BLHh, k_BLGh, v_BLGh, masks(k_BLGh.shape[1], mask, q_BLHh.device), sinks_H, report_lse)
 
 
 def apply_context_parallel(
