@@ -78,6 +78,8 @@ def test_a_wait_that_torch_cut_to_whole_milliseconds_still_names_the_rank(monkey
         raise RuntimeError("Timed out")
 
     exchange = fsdp._Exchange.__new__(fsdp._Exchange)
-    exchange.group, exchange.operation, exchange.works = group, "the test", [(SimpleNamespace(wait=wait), "send", 1)]
-    with pytest.raises(TimeoutError, match=r"rank 0 waited 0.3 s in the test for rank 1 to send its shard"):
+    exchange.group, exchange.works = group, [(SimpleNamespace(wait=wait), "send", 1)]
+    with pytest.raises(
+        TimeoutError, match=r"rank 0 waited 0.3 s in FSDP's all-gather of weights for rank 1 to send its"
+    ):
         exchange.wait()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -24,23 +23,20 @@ REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 
 class _Exchange(dist.Work):
-    """The handle of messages in flight between every two ranks of a group, started on creation.
+    """The handle of an all-gather in flight, started on creation: every two ranks of a group exchange their shards.
 
-    `outgoing` has a tensor for each destination rank, `incoming` one for each source rank; `operation` names what they
-    are for in errors.
+    `full` receives the shards of all other ranks, each at its place.
     """
 
-    def __init__(
-        self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], group: dist.ProcessGroup, operation: str, tag: int
-    ):
+    def __init__(self, full: Tensor, shard: Tensor, group: dist.ProcessGroup):
         super().__init__()
         ranks, rank = group.size(), group.rank()
-        self.group, self.operation = group, operation
+        self.group, shards = group, full.chunk(ranks)
         self.works: list[tuple[dist.Work, str, int]] = []
         for step in range(1, ranks):
             before, after = (rank - step) % ranks, (rank + step) % ranks
-            self.works.append((dist.irecv(incoming[before], group=group, group_src=before, tag=tag), "send", before))
-            self.works.append((dist.isend(outgoing[after], group=group, group_dst=after, tag=tag), "take", after))
+            self.works.append((dist.irecv(shards[before], group=group, group_src=before), "send", before))
+            self.works.append((dist.isend(shard, group=group, group_dst=after), "take", after))
 
     def wait(self, timeout: Any = None) -> bool:
         """Wait until all messages have arrived, at most for the group's current timeout, and return True.
@@ -63,9 +59,9 @@ class _Exchange(dist.Work):
                     raise
                 rank = dist.get_global_rank(self.group, peer)
                 raise TimeoutError(
-                    f"rank {dist.get_rank()} waited {bound:g} s in {self.operation} for rank {rank} to {does} its "
-                    f"shard: see what rank {rank} prints or hangs in; if it is only slow, raise training.timeout_s "
-                    "(training.first_step_timeout_s for the first step)"
+                    f"rank {dist.get_rank()} waited {bound:g} s in FSDP's all-gather of weights for rank {rank} to "
+                    f"{does} its shard: see what rank {rank} prints or hangs in; if it is only slow, raise "
+                    "training.timeout_s (training.first_step_timeout_s for the first step)"
                 ) from error
         observe.arrived()
         return True
@@ -89,10 +85,7 @@ class DirectAllGather:
 
         Called by FSDP2; collective over the group. The call never waits; `async_op` is not used.
         """
-        ranks = group.size()
-        return _Exchange(
-            [input_tensor] * ranks, output_tensor.chunk(ranks), group, "FSDP's all-gather of weights", tag=0
-        )
+        return _Exchange(output_tensor, input_tensor, group)
 
 
 class ReduceScatter:
