@@ -67,19 +67,19 @@ class Placement(NamedTuple):
         chunks = x_BL.chunk(self.chunks, 1)
         return torch.cat([chunks[chunk] for chunk in self.chunks_of(rank)], 1)
 
-    def to_sequence_order(self, x: Tensor, dim: int) -> Tensor:
-        """Reorder the slices of all ranks, concatenated along `dim` in rank order, to the order of the sequence."""
+    def to_sequence_order(self, x: Tensor) -> Tensor:
+        """Reorder the slices of all ranks, concatenated along dim 1 in rank order, to the order of the sequence."""
         if not self.zigzag:
             return x
-        chunks = dict(zip(self.order(), x.chunk(self.chunks, dim), strict=True))
-        return torch.cat([chunks[chunk] for chunk in range(self.chunks)], dim)
+        chunks = dict(zip(self.order(), x.chunk(self.chunks, 1), strict=True))
+        return torch.cat([chunks[chunk] for chunk in range(self.chunks)], 1)
 
-    def to_rank_order(self, x: Tensor, dim: int) -> Tensor:
-        """Reorder a full sequence along `dim` to the slices of all ranks, concatenated in rank order."""
+    def to_rank_order(self, x: Tensor) -> Tensor:
+        """Reorder a full sequence along dim 1 to the slices of all ranks, concatenated in rank order."""
         if not self.zigzag:
             return x
-        chunks = x.chunk(self.chunks, dim)
-        return torch.cat([chunks[chunk] for chunk in self.order()], dim)
+        chunks = x.chunk(self.chunks, 1)
+        return torch.cat([chunks[chunk] for chunk in self.order()], 1)
 
     def pairs(self, mask: Mask, q: Tensor, rank: int, key_chunks: Sequence[int]) -> list[BlockPair]:
         """Return the blocks of queries of a rank, each with a block of keys that some of these queries see.
@@ -322,7 +322,7 @@ def allgather_attention(
         sinks_H: logit of one more key of each head, whose value is zero; None without.
         report_lse: gets the log-sum-exp of each query (B, H, S), sinks included.
     """
-    k, v = (placement.to_sequence_order(all_gather_autograd(x, 1, group), 1) for x in (k_BSGh, v_BSGh))
+    k, v = (placement.to_sequence_order(all_gather_autograd(x, 1, group)) for x in (k_BSGh, v_BSGh))
     q, k, v = heads_first(q_BSHh, k, v)
     return _Gathered.apply(q, k, v, sinks_H, placement, group.rank, mask, report_lse).transpose(1, 2)
 
@@ -353,11 +353,11 @@ def ulysses_attention(
     # Key heads are repeated until cp divides their number.
     heads = math.lcm(k_BSGh.shape[2], group.size)
     k, v = (x.repeat_interleave(heads // x.shape[2], 2) for x in (k_BSGh, v_BSGh))
-    q, k, v = (placement.to_sequence_order(_swap(x, 2, 1, group), 1) for x in (q_BSHh, k, v))
+    q, k, v = (placement.to_sequence_order(_swap(x, 2, 1, group)) for x in (q_BSHh, k, v))
     if sinks_H is not None:
         sinks_H = sinks_H.chunk(group.size)[group.rank]
     out = (full_attention or full_sequence_attention)(q, k, v, mask, sinks_H, report_lse)
-    return _swap(placement.to_rank_order(out, 1), 1, 2, group)
+    return _swap(placement.to_rank_order(out), 1, 2, group)
 
 
 blockwise_attention = partial(allgather_attention, placement=Placement(1, zigzag=False), group=NO_GROUP)

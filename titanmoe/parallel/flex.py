@@ -179,5 +179,5 @@ def flex_attention_over(
         report_lse: gets the log-sum-exp of each query (B, H, S), sinks left out.
         flex: computes attention in place of `titanmoe.parallel.flex.flex`, with its arguments.
     """
-    k, v = (masks.placement.to_sequence_order(all_gather_autograd(x, 1, group), 1) for x in (k_BSGh, v_BSGh))
+    k, v = (masks.placement.to_sequence_order(all_gather_autograd(x, 1, group)) for x in (k_BSGh, v_BSGh))
     return flex(q_BSHh, k, v, masks(k.shape[1], mask, q_BSHh.device), sinks_H, report_lse)

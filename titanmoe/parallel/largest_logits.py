@@ -38,7 +38,7 @@ def largest(q_BSHh: Tensor, k_BSGh: Tensor, mask: Mask, placement: Placement, gr
     Args:
         q_BSHh: queries of this rank's positions, as attention gets them.
     """
-    q, k = heads_first(q_BSHh, placement.to_sequence_order(all_gather(k_BSGh.contiguous(), 1, group), 1))
+    q, k = heads_first(q_BSHh, placement.to_sequence_order(all_gather(k_BSGh.contiguous(), 1, group)))
     q, k = promote(q).unflatten(1, (k.shape[1], -1)), promote(k).unsqueeze(2)
     out = q.new_full(q.shape[1:3], -torch.inf)
     for pair in placement.pairs(mask, q[:, 0], group.rank, range(placement.chunks)):

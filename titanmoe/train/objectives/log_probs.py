@@ -35,7 +35,7 @@ class OfLogProbs(CrossEntropy):
 
     def sum(self, head: HeadOutput, batch_slice: BatchSlice) -> Tensor:
         cp, batch = self.meshes.cp, self.batches[id(batch_slice)]
-        log_p_BL = self.placement.to_sequence_order(all_gather_autograd(-head.loss_BS, 1, cp), 1)
+        log_p_BL = self.placement.to_sequence_order(all_gather_autograd(-head.loss_BS, 1, cp))
         fields = (x if x is None else to_device(x, self.device) for x in batch[:-1])
         extra_fields = {name: to_device(x, self.device) for name, x in batch.extra_fields.items()}
         loss = self.function(log_p_BL, Batch(*fields, extra_fields))
