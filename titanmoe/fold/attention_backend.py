@@ -7,7 +7,7 @@ table of choices is in docs/parallelism.md. Imports no torch.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 from titanmoe.config.blocks import separates_documents, window
 from titanmoe.config.schema import Config, Model
@@ -115,24 +115,17 @@ def attention_violations(config: Config, cp: int) -> Iterator[str]:
         yield f'parallelism.attention_kernel = "{options.attention_kernel}" cannot be used here: {why}; use "auto"'
     if options.attention_backend != "torch":
         return
-    device, float64 = "cpu" if training.device == "cpu" else "cuda", training.mixed_precision_param == "float64"
+    device = "cpu" if training.device == "cpu" else "cuda"
     documents = separates_documents(config) or bool(config.validation.quiz.paths)
     masked = {documents or window(model, layer) > 0 for layer in range(model.num_layers)}
-    narrow = min(head_widths(model)) < FLEX_NARROWEST
-    picked = [
-        pick_backend(
-            "torch",
-            options.cp_kind,
-            cp,
-            device=device,
-            float64=float64,
-            masked=mask,
-            sinks=model.attention_sinks,
-            narrow=narrow,
-        )
-        for mask in masked
-    ]
-    for why in sorted({why for _, why in picked if why}):
+    case: dict[str, Any] = {
+        "device": device,
+        "float64": training.mixed_precision_param == "float64",
+        "sinks": model.attention_sinks,
+        "narrow": min(head_widths(model)) < FLEX_NARROWEST,
+    }
+    reasons = {pick_backend("torch", options.cp_kind, cp, masked=mask, **case)[1] for mask in masked}
+    for why in sorted(filter(None, reasons)):
         other = "" if cp > 1 and options.cp_kind == "ring" else ', or cp > 1 with cp_kind = "ring"'
         fix = other if device == "cpu" else ', or cp_kind = "allgather" or "ulysses"' if masked != {False} else ""
         yield f'parallelism.attention_backend = "torch" cannot be used here: {why}; use "auto"{fix}'

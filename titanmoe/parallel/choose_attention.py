@@ -111,18 +111,18 @@ def apply_context_parallel(
     split = cp.size > 1 and options.cp_kind != "ulysses"
     segments = SequenceSegments(tuple(placement.chunks_of(cp.rank)), tuple(placement.order()), cp)
     masks = Masks(placement, cp.rank) if split else Masks(Placement(1, zigzag=False), 0)
+    compute = partial(
+        attend,
+        backend=options.attention_backend,
+        cp_kind=options.cp_kind,
+        placement=placement,
+        masks=masks,
+        group=cp,
+        ring_lacks=missing(),
+        flex=flex,
+    )
     for block in model.blocks().values():
         if hasattr(block.attention, "segments"):
             block.attention.segments = segments
-        if not hasattr(block.attention, "attend"):
-            continue
-        block.attention.attend = partial(
-            attend,
-            backend=options.attention_backend,
-            cp_kind=options.cp_kind,
-            placement=placement,
-            masks=masks,
-            group=cp,
-            ring_lacks=missing(),
-            flex=flex,
-        )
+        if hasattr(block.attention, "attend"):
+            block.attention.attend = compute
