@@ -136,7 +136,7 @@ def make_engine(
     summed_before = meshes.pp.size > 1 or reduce_once
     experts = [UnshardedExperts(stage, config.training, meshes, summed_before) for stage in stages]
     if meshes.pp.size == 1:
-        return WithoutPipeline(stages, experts, reduce_once)
+        return WithoutPipeline(stages[0], experts[0], reduce_once)
     return Pipeline(
         stages, experts, config=config, meshes=meshes, microbatches=microbatches, device=device, shards=shards
     )

@@ -45,8 +45,8 @@ class WithoutPipeline:
     bubble = 0.0
     pairs = None
 
-    def __init__(self, models: list[Transformer], unsharded_experts: list[UnshardedExperts], reduce_once: bool):
-        (self.model,), (self.unsharded_experts,), self.reduce_once = models, unsharded_experts, reduce_once
+    def __init__(self, model: Transformer, unsharded_experts: UnshardedExperts, reduce_once: bool):
+        self.model, self.unsharded_experts, self.reduce_once = model, unsharded_experts, reduce_once
 
     def run(self, slices: list[BatchSlice], microbatch_loss: MicrobatchLoss, backward: bool = True) -> Tensor:
         """Run all microbatches of a step and return this rank's sum of their losses, a float64 scalar.
