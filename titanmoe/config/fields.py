@@ -264,10 +264,8 @@ def help_page(
                 if kind and not field.item:
                     placeholder = "{" + ",".join([*kind.table, "MODULE:NAME"]) + "}"
                 lines.append(f"  --{field.path} {placeholder} = {toml_value(values[field.path])}{origin}")
-                text = docstrings().get(field.path, "")
-                lines += (
-                    [paragraph(text.replace("{components}", kind.summary()) if kind else text, " " * 6)] if text else []
-                )
+                if text := docstrings().get(field.path):
+                    lines.append(paragraph(text.replace("{components}", kind.summary()) if kind else text, " " * 6))
     return "\n".join(lines) + "\n"
 
 
@@ -286,10 +284,7 @@ def markdown() -> str:
         lines += [f"### `[{table}]`", "", cls.__doc__ or "", ""]
         if cls is Own:
             continue
-        lines += [
-            "| key | type | default | what it does |",
-            "| --- | --- | --- | --- |",
-        ]
+        lines += ["| key | type | default | what it does |", "| --- | --- | --- | --- |"]
         for field in fields().values():
             if field.table == table:
                 choices = ", ".join(f"`{choice}`" for choice in field.choices)

@@ -97,10 +97,7 @@ def _title(fold: Fold, node: int, model: Model | None) -> Iterator[Text]:
             line.append(" x " if place else "", "dim")
             line.append(f"{axis} {size}", "bold" if size > 1 else "dim")
         yield line
-    yield Text(
-        "  Down: what one rank does. Across: ranks under one bar or with equal labels have the same.\n",
-        "dim",
-    )
+    yield Text("  Down: what one rank does. Across: ranks under one bar or with equal labels have the same.\n", "dim")
 
 
 def _stages(fold: Fold, node: int, model: Model | None, rows: list[Row]) -> Iterator[Text]:
