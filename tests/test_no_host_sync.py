@@ -18,7 +18,6 @@ from titanmoe.moe.dispatchers.symm_mem import Symmetric
 from titanmoe.moe.experts import Experts
 from titanmoe.ops.kernels import installed
 from titanmoe.parallel.choose_attention import apply_context_parallel
-from titanmoe.parallel.context import placement
 from titanmoe.parallel.recompute import apply_recomputation
 from titanmoe.tokens import Tokens
 
@@ -49,7 +48,7 @@ def train(changes: dict[str, Any], documents: bool = False) -> None:
     mask = mask_of(torch.arange(L).expand(B, L) // 3 if documents else None)
     with torch.device("meta"):
         model = Transformer(config, 1, torch.bfloat16)
-        apply_context_parallel(model, config.parallelism, placement(config.parallelism), NO_GROUP)
+        apply_context_parallel(model, config.parallelism, NO_GROUP)
         apply_recomputation(model, config.activation_checkpoint)
         index = torch.arange(B * L)
         tokens = Tokens(

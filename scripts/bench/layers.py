@@ -202,7 +202,6 @@ def make_layers(config: Any, device: Any, numbers: Sequence[int], samples: int) 
     from titanmoe.models.layers import rope_angles
     from titanmoe.models.transformer import Transformer
     from titanmoe.parallel.choose_attention import apply_context_parallel
-    from titanmoe.parallel.context import placement
     from titanmoe.tokens import Tokens
 
     model, L = config.model, config.training.seq_len
@@ -212,7 +211,7 @@ def make_layers(config: Any, device: Any, numbers: Sequence[int], samples: int) 
             torch.nn.init.normal_(weight, std=0.02)
         for buffer in transformer.buffers():
             buffer.zero_()
-        apply_context_parallel(transformer, config.parallelism, placement(config.parallelism), NO_GROUP)
+        apply_context_parallel(transformer, config.parallelism, NO_GROUP)
         x_BLD = torch.randn(samples, L, model.dim, dtype=torch.bfloat16).requires_grad_()
         index = torch.arange(samples * L)
         labels_BL = (index % model.vocab_size).view(samples, L)

@@ -77,8 +77,7 @@ def shards(config: Config, runtime: Runtime) -> Targets:
 
     The result has (stored tensor's name, this rank's shard) by the weight's name.
     """
-    fold, options = derive(runtime.world, config.parallelism), {"parallelism": config.parallelism, "moe": config.moe}
-    meshes = make_meshes(fold, **options, training=config.training, device=runtime.device)
+    meshes = make_meshes(derive(runtime.world, config.parallelism), config, runtime.device)
     stages = build(config, meshes, 4, runtime.device)
     parameters = {name: parameter for stage in stages for name, parameter in stage.named_parameters()}
     buffers = {name: buffer for stage in stages for name, buffer in persistent_buffers(stage).items()}

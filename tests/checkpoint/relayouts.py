@@ -35,14 +35,7 @@ def build(config: Config) -> list[Transformer]:
     """This rank's stages, ready to train."""
     from titanmoe.parallel import apply
 
-    meshes = apply.make_meshes(
-        derive(dist.get_world_size(), config.parallelism),
-        parallelism=config.parallelism,
-        moe=config.moe,
-        training=config.training,
-        device=CPU,
-        adapters=config.lora.rank > 0,
-    )
+    meshes = apply.make_meshes(derive(dist.get_world_size(), config.parallelism), config, CPU)
     return apply.build(config, meshes, 1, CPU)
 
 

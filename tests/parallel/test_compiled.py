@@ -27,7 +27,6 @@ from titanmoe.models.layers import rope_angles
 from titanmoe.models.transformer import Transformer
 from titanmoe.parallel.choose_attention import apply_context_parallel
 from titanmoe.parallel.compiled import compile_model, why_not_one_graph
-from titanmoe.parallel.context import placement
 from titanmoe.parallel.recompute import apply_recomputation
 from titanmoe.tokens import Tokens
 from titanmoe.train.launch import read_config
@@ -303,7 +302,7 @@ def test_documents_leave_the_graph_and_windows_do_not() -> None:
     changes = {"model.sliding_window": 3, "model.full_attention_every": 0, "training.seq_len": 26}
     config, mode = parity.read(changes, 1), torch.compile(lambda *given: attention(*given), backend="aot_eager")
     model = Transformer(config, 1, torch.float64)
-    apply_context_parallel(model, config.parallelism, placement(config.parallelism), NO_GROUP)
+    apply_context_parallel(model, config.parallelism, NO_GROUP)
     attention = model.layers["0"].attention
     for parameter in attention.parameters():
         torch.nn.init.normal_(parameter, std=0.3)

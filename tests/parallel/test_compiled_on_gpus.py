@@ -41,7 +41,6 @@ from titanmoe.ops.kernels import installed, interpreted
 from titanmoe.parallel import compiled
 from titanmoe.parallel.choose_attention import apply_context_parallel
 from titanmoe.parallel.compiled import compile_model
-from titanmoe.parallel.context import placement
 from titanmoe.rehearse import stand_ins
 from titanmoe.tokens import Tokens
 
@@ -198,7 +197,7 @@ def machine_code(name: str, text: str) -> list[Any]:
 
 def compiled_model(config: Config, backend: Backend) -> Transformer:
     model = Transformer(config, 1, torch.bfloat16)
-    apply_context_parallel(model, config.parallelism, placement(config.parallelism), NO_GROUP, stand_ins.flex_attention)
+    apply_context_parallel(model, config.parallelism, NO_GROUP, stand_ins.flex_attention)
     with mock.patch.object(compiled.torch, "compile", partial(compile_by, torch.compile, backend)):
         compile_model(model, replace(config, compile=replace(config.compile, enable=True)), False)
     return model

@@ -30,7 +30,6 @@ from titanmoe.models.lora import add_adapters
 from titanmoe.models.lora_spec import is_adapter
 from titanmoe.models.transformer import Transformer
 from titanmoe.parallel.choose_attention import apply_context_parallel
-from titanmoe.parallel.context import placement
 from titanmoe.parallel.expert import apply_expert_parallel
 from titanmoe.parallel.parallel_plan import make_plan, parallelize
 from titanmoe.train.launch_messages import is_rank_0
@@ -87,7 +86,7 @@ def build_empty(config: Config, meshes: Meshes, device: torch.device) -> tuple[T
     parallelize(model, make_plan(config, range(config.model.num_layers)), meshes)
     # Prompts have many lengths, and torch's flex_attention would compile for each.
     options = replace(config.parallelism, attention_backend="plain")
-    apply_context_parallel(model, options, placement(options), meshes.cp)
+    apply_context_parallel(model, options, meshes.cp)
     apply_expert_parallel(model, meshes)
     model.to_empty(device=device)
     model.tie()

@@ -349,13 +349,7 @@ def check(runtime: Runtime, only: list[str], recipe: str) -> dict[str, Any]:
     default = [*command_line(runtime.world, {}, runtime.device.type), *mapping]
     config = read_config(["--config", recipe] if recipe else default, runtime.world, COMPONENTS)
     print_rank_0(f"\nmessages along {recipe or f'tp {widest} and ep {runtime.world}'}; the slowest group counts")
-    meshes = make_meshes(
-        derive(runtime.world, config.parallelism),
-        parallelism=config.parallelism,
-        moe=config.moe,
-        training=config.training,
-        device=runtime.device,
-    )
+    meshes = make_meshes(derive(runtime.world, config.parallelism), config, runtime.device)
     return {"rows": rows, "wires": time_axes(meshes, runtime), "problems": problems}
 
 

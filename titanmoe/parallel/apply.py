@@ -12,8 +12,7 @@ from datetime import timedelta
 import torch
 
 from titanmoe.config import ConfigError
-from titanmoe.config.schema import Config, Parallelism, Training
-from titanmoe.config.schema import MoE as MoEOptions
+from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
 from titanmoe.fold.meshes import Meshes, build_meshes
 from titanmoe.fold.pipeline_schedules import splits_backward, stage_ranks
@@ -25,7 +24,6 @@ from titanmoe.models.vocabulary_shards import VocabularyShards
 from titanmoe.moe.dispatchers.dispatcher_spec import DISPATCHERS
 from titanmoe.parallel.choose_attention import apply_context_parallel
 from titanmoe.parallel.compiled import compile_model, why_not_one_graph
-from titanmoe.parallel.context import placement
 from titanmoe.parallel.data_parallel import apply_fsdp, apply_fsdp_to_vocabulary
 from titanmoe.parallel.expert import apply_expert_parallel
 from titanmoe.parallel.flex import flex
@@ -37,24 +35,16 @@ from titanmoe.parallel.recompute import apply_recomputation
 from titanmoe.parallel.unsharded import UnshardedExperts
 
 
-def make_meshes(
-    fold: Fold,
-    *,
-    parallelism: Parallelism,
-    moe: MoEOptions,
-    training: Training,
-    device: torch.device,
-    adapters: bool = False,
-) -> Meshes:
-    """Return the process groups and meshes of a run. Collective over the world.
-
-    Args:
-        adapters: whether experts have adapters, whose gradients are summed over etp.
-    """
-    node = parallelism.node if DISPATCHERS.look_up(moe.dispatcher).works_by_node else -1
-    timeout = timedelta(seconds=training.first_step_timeout_s)
-    vocabulary = parallelism.vocab == "pipeline"
-    return build_meshes(fold, device.type, node, timeout, etp=adapters, vocabulary=vocabulary)
+def make_meshes(fold: Fold, config: Config, device: torch.device) -> Meshes:
+    """Return the process groups and meshes of a run. Collective over the world."""
+    return build_meshes(
+        fold,
+        device.type,
+        config.parallelism.node if DISPATCHERS.look_up(config.moe.dispatcher).works_by_node else -1,
+        timedelta(seconds=config.training.first_step_timeout_s),
+        etp=config.lora.rank > 0,
+        vocabulary=config.parallelism.vocab == "pipeline",
+    )
 
 
 def build(
@@ -99,7 +89,7 @@ def build(
             add_adapters(model, config, meshes.tp.rank)
         freeze(model, config)
         parallelize(model, make_plan(config, layers[number], first, last), meshes)
-        apply_context_parallel(model, config.parallelism, placement(config.parallelism), meshes.cp, flex)
+        apply_context_parallel(model, config.parallelism, meshes.cp, flex)
         apply_expert_parallel(model, meshes)
         compile_model(model, config, splits)
         apply_recomputation(

@@ -23,7 +23,14 @@ from titanmoe.models.sequence_segments import SequenceSegments
 from titanmoe.models.transformer import Transformer
 from titanmoe.ops import device as hardware
 from titanmoe.parallel import attention_kernel
-from titanmoe.parallel.context import OVER_CP, LseCallback, Placement, full_sequence_attention, ulysses_attention
+from titanmoe.parallel.context import (
+    OVER_CP,
+    LseCallback,
+    Placement,
+    full_sequence_attention,
+    placement,
+    ulysses_attention,
+)
 from titanmoe.parallel.flex import Masks, flex, flex_attention_over
 from titanmoe.parallel.torch_ring import missing, torch_ring_attention
 
@@ -94,7 +101,7 @@ _outside_graphs = torch.compiler.disable(_plain)
 
 
 def apply_context_parallel(
-    model: Transformer, options: Parallelism, placement: Placement, cp: Group, flex: Callable[..., Tensor] = flex
+    model: Transformer, options: Parallelism, cp: Group, flex: Callable[..., Tensor] = flex
 ) -> None:
     """Set the function that computes attention in each block, or a mixer's sequence segments, in place.
 
@@ -107,15 +114,16 @@ def apply_context_parallel(
     """
     widths, deterministic = head_widths(model.shape), torch.are_deterministic_algorithms_enabled()
     attention_kernel.use(attention_kernel.pick(options.attention_kernel, *widths, deterministic))
+    placed = placement(options)
     # After the all-to-all of ulysses a rank has the full sequence.
     split = cp.size > 1 and options.cp_kind != "ulysses"
-    segments = SequenceSegments(tuple(placement.chunks_of(cp.rank)), tuple(placement.order()), cp)
-    masks = Masks(placement, cp.rank) if split else Masks(Placement(1, zigzag=False), 0)
+    segments = SequenceSegments(tuple(placed.chunks_of(cp.rank)), tuple(placed.order()), cp)
+    masks = Masks(placed, cp.rank) if split else Masks(Placement(1, zigzag=False), 0)
     compute = partial(
         attend,
         backend=options.attention_backend,
         cp_kind=options.cp_kind,
-        placement=placement,
+        placement=placed,
         masks=masks,
         group=cp,
         ring_lacks=missing(),

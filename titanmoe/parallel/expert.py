@@ -11,8 +11,7 @@ import torch
 
 from titanmoe.comm.collectives import first_text
 from titanmoe.config import ConfigError
-from titanmoe.config.schema import Config, Model, Training
-from titanmoe.config.schema import MoE as MoEOptions
+from titanmoe.config.schema import Config
 from titanmoe.files import format_bytes
 from titanmoe.fold.meshes import Meshes
 from titanmoe.models.transformer import Transformer
@@ -36,9 +35,7 @@ def expert_ranks(meshes: Meshes) -> ExpertRanks:
 
 
 def reserve_buffers(
-    model: Model,
-    moe: MoEOptions,
-    training: Training,
+    config: Config,
     meshes: Meshes,
     device: torch.device,
     reserve: Callable[..., SharedBuffers | None] | None = None,
@@ -53,11 +50,11 @@ def reserve_buffers(
     Raises:
         CannotReserve: on all ranks, if one of them cannot use the dispatcher.
     """
-    reserve = reserve or DISPATCHERS.implementation(moe.dispatcher).reserve
-    fold = meshes.fold
+    reserve = reserve or DISPATCHERS.implementation(config.moe.dispatcher).reserve
+    training, fold = config.training, meshes.fold
     tokens = training.local_batch_size * training.seq_len // (fold.cp * fold.tp)
     dtype = getattr(torch, training.mixed_precision_param)
-    return reserve(model, moe, expert_ranks(meshes), tokens, dtype, device)
+    return reserve(config.model, config.moe, expert_ranks(meshes), tokens, dtype, device)
 
 
 def choose_dispatcher(
@@ -69,7 +66,7 @@ def choose_dispatcher(
 
     Args:
         node: the number of ranks on this machine.
-        reserve: `reserve_buffers`, or a function that replaces it, given (model, moe, training, meshes, device).
+        reserve: `reserve_buffers`, or a function that replaces it, given (config, meshes, device).
 
     Returns:
         The config with the chosen dispatcher, its buffers or None, and a text that says what was chosen and why, "" if
@@ -85,7 +82,7 @@ def choose_dispatcher(
         why_not = first_text(reason or symmetric.missing(config.training.device))
         config = with_dispatcher(config, "alltoall" if why_not else "symm_mem")
     try:
-        buffers = reserve(config.model, config.moe, config.training, meshes, device)
+        buffers = reserve(config, meshes, device)
     except CannotReserve as error:
         if not automatic:
             text = f'moe.dispatcher = "{config.moe.dispatcher}": {error}; use dispatcher = "alltoall"'

@@ -14,8 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes as disable_modes
 
 from titanmoe.config.blocks import moe_blocks
-from titanmoe.config.schema import Model, Training
-from titanmoe.config.schema import MoE as MoEOptions
+from titanmoe.config.schema import Config
 from titanmoe.fold.meshes import Meshes
 from titanmoe.moe.dispatchers.dispatcher import SharedBuffers
 from titanmoe.moe.dispatchers.dispatcher_spec import DISPATCHERS
@@ -75,13 +74,7 @@ class RehearsedBuffers(SymmetricBuffers):
 
 
 def reserve(
-    recorder: FakeRecorder,
-    fake: FakeTensorMode,
-    model: Model,
-    moe: MoEOptions,
-    training: Training,
-    meshes: Meshes,
-    device: torch.device,
+    recorder: FakeRecorder, fake: FakeTensorMode, config: Config, meshes: Meshes, device: torch.device
 ) -> SharedBuffers | None:
     """Return the buffers that the dispatchers of a rank share, as fake tensors; None if the dispatcher needs none.
 
@@ -92,9 +85,9 @@ def reserve(
         fake: the mode in which the buffers are made.
         device: the device that the buffers are said to be on.
     """
-    symmetric = DISPATCHERS.implementation(moe.dispatcher) is Symmetric
+    symmetric = DISPATCHERS.implementation(config.moe.dispatcher) is Symmetric
     make_buffers = partial(RehearsedBuffers, recorder, fake) if symmetric else None
-    return reserve_buffers(model, moe, training, meshes, device, make_buffers)
+    return reserve_buffers(config, meshes, device, make_buffers)
 
 
 def symmetric_notes(gradients: Gradients) -> list[str]:

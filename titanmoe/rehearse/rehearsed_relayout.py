@@ -145,14 +145,7 @@ def _shards(end: Destination, world: int, rank: int) -> Targets:
     with fake_world(rank, world):
         if end.generates:
             return build_empty(config, build_meshes(fold, "cpu", trains=False), META)[1]
-        meshes = make_meshes(
-            fold,
-            parallelism=config.parallelism,
-            moe=config.moe,
-            training=config.training,
-            device=torch.device("cpu"),
-            adapters=config.lora.rank > 0,
-        )
+        meshes = make_meshes(fold, config, torch.device("cpu"))
         stages = build(config, meshes, 1, META, materialize=lambda model, seed, device: None)
         parameters = {name: p for stage in stages for name, p in stage.named_parameters()}
         buffers = {name: b for stage in stages for name, b in persistent_buffers(stage).items()}

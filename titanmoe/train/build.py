@@ -93,14 +93,7 @@ def build_training(
     """
     training, device = config.training, runtime.device
     fold = derive(runtime.world, config.parallelism)
-    meshes = make_meshes(
-        fold,
-        parallelism=config.parallelism,
-        moe=config.moe,
-        training=training,
-        device=device,
-        adapters=config.lora.rank > 0,
-    )
+    meshes = make_meshes(fold, config, device)
     # Before the model is built, because its parts depend on it.
     node = ranks_per_node(config)
     config, first_pass, chosen = choose_dispatcher(config, meshes, device, node, reserve_buffers)
