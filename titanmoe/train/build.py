@@ -55,7 +55,7 @@ from titanmoe.train.run_folder import RunFolder
 from titanmoe.train.run_state import RunState, SkipRule
 from titanmoe.train.runtime import GarbageCollection, Runtime
 from titanmoe.train.timing import Clock
-from titanmoe.train.training import RankModel, StepReport, Training
+from titanmoe.train.training import RankModel, Training
 
 
 def build_training(
@@ -146,12 +146,6 @@ def build_training(
         ),
         qk_clip=QKClip(config.optimizer.qk_clip, config.model, model.parameters) if config.optimizer.qk_clip else None,
         rate=rate,
-        report=StepReport(
-            with_mtp=config.model.mtp_depth > 0,
-            with_skips=bool(config.optimizer.skip_spikes),
-            first_pass=model.gradients.first_pass,
-            state=model.state,
-        ),
         max_grad_norm=config.optimizer.max_grad_norm,
         bias_update_rate=config.moe.bias_update_rate,
         steps=training.steps,

@@ -18,7 +18,6 @@ from titanmoe.data.loader import Loader
 from titanmoe.fold.degrees import Fold
 from titanmoe.fold.meshes import Meshes
 from titanmoe.models.transformer import Transformer
-from titanmoe.moe.dispatchers.dispatcher import SharedBuffers
 from titanmoe.moe.layer import MoE
 from titanmoe.moe.layer_statistics import step_metrics
 from titanmoe.train.best import BestStep
@@ -34,37 +33,6 @@ from titanmoe.train.run_folder import RunFolder
 from titanmoe.train.run_state import RunState
 from titanmoe.train.runtime import GarbageCollection, Runtime
 from titanmoe.train.timing import Clock
-
-
-@dataclass(eq=False, kw_only=True)
-class StepReport:
-    """Function object that returns the metrics of a step by name, as metrics.jsonl, TensorBoard and W&B get them.
-
-    It is called with the step's StepScalars and its learning rate.
-    """
-
-    with_mtp: bool
-    """Whether the model predicts further tokens (model.mtp_depth > 0)."""
-    with_skips: bool
-    """Whether optimizer.skip_spikes is set."""
-    first_pass: SharedBuffers | None
-    """Buffers of fixed size of a step's first forward and backward, which have metrics; None without such buffers."""
-    state: RunState
-
-    def __call__(self, scalars: StepScalars, lr: float) -> dict[str, Any]:
-        values = {"loss": scalars.loss, "grad_norm": scalars.norm, "lr": lr, "tokens": scalars.tokens}
-        values["flops"] = scalars.flops
-        values |= scalars.metrics
-        if self.with_mtp:
-            values["mtp_loss"] = scalars.mtp_loss
-        if self.with_skips:
-            values["skipped_steps"] = self.state.skips.skipped
-        if self.first_pass is not None:
-            values |= self.first_pass.metrics()
-        if scalars.max_logits:
-            values["max_logit"] = max(scalars.max_logits)
-            values |= {f"layers.{number}.max_logit": value for number, value in enumerate(scalars.max_logits)}
-        return values | step_metrics(scalars.layers)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -111,7 +79,6 @@ class Training(RankModel):
     guard: Guard
     qk_clip: QKClip | None
     rate: LearningRate
-    report: StepReport
     max_grad_norm: float
     """Gradient norm that gradients are clipped to; 0 for no limit."""
     bias_update_rate: float
@@ -144,3 +111,19 @@ class Training(RankModel):
     def evaluations(self) -> list[Evaluation]:
         """The evaluations between steps that the recipe asks for."""
         return [evaluation for evaluation in (self.validation, self.quiz, self.samples) if evaluation]
+
+    def report(self, scalars: StepScalars, lr: float) -> dict[str, Any]:
+        """Return the metrics of a step by name, as metrics.jsonl, TensorBoard and W&B get them."""
+        values = {"loss": scalars.loss, "grad_norm": scalars.norm, "lr": lr, "tokens": scalars.tokens}
+        values["flops"] = scalars.flops
+        values |= scalars.metrics
+        if self.gradients.model.mtp_depth:
+            values["mtp_loss"] = scalars.mtp_loss
+        if self.guard.options.skip_spikes:
+            values["skipped_steps"] = self.state.skips.skipped
+        if self.gradients.first_pass is not None:
+            values |= self.gradients.first_pass.metrics()
+        if scalars.max_logits:
+            values["max_logit"] = max(scalars.max_logits)
+            values |= {f"layers.{number}.max_logit": value for number, value in enumerate(scalars.max_logits)}
+        return values | step_metrics(scalars.layers)
