@@ -228,27 +228,16 @@ class Gradients:
             wants_to_stop: returns whether this rank asks for training to end after this step; called after the
                 backward. The decision of all ranks is `scalars.stop` of the result.
         """
-        sums, repeat = self._sums(work, self.first_pass, wants_to_stop)
-        if repeat:
-            self.first_pass.repeats += 1
+        first_pass = self.first_pass
+        while True:
+            observe.active.phase("forward_backward", self.state.step)
+            local, summed = self.forward_backward(work.slices, work.totals, first_pass, wants_to_stop)
+            sums, repeats = self._finish(local, summed, work.totals, self.objective.metrics, self.objective.constant)
+            if first_pass is None or not first_pass.must_repeat(repeats):
+                return sums
+            first_pass.repeats += 1
             self.drop()
-            sums, _ = self._sums(work, None, wants_to_stop)
-        return sums
-
-    def _sums(
-        self, work: StepWork, first_pass: SharedBuffers | None, wants_to_stop: Callable[[], bool]
-    ) -> tuple[StepSums, bool]:
-        """Make one forward and backward; return the step's sums, and whether they must be discarded and made again.
-
-        Collective over the world.
-
-        Args:
-            first_pass: buffers of fixed size that the dispatchers use; None for none.
-        """
-        observe.active.phase("forward_backward", self.state.step)
-        local, summed = self.forward_backward(work.slices, work.totals, first_pass, wants_to_stop)
-        sums, repeats = self._finish(local, summed, work.totals, self.objective.metrics, self.objective.constant)
-        return sums, first_pass is not None and first_pass.must_repeat(repeats)
+            first_pass = None
 
     def reduce(self, local: PassSums, totals: Totals, metrics: Sequence[str], constant: float) -> StepSums:
         """Sum the gradients of all `add` calls of a step over the ranks, in `.grad`, and return the step's sums.
