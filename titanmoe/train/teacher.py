@@ -23,14 +23,12 @@ from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 from titanmoe.data.batch import TEACHER_IDS, TEACHER_LOG_P, Batch
 from titanmoe.data.loader import Loader
-from titanmoe.fold.meshes import Meshes
 from titanmoe.models.transformer import Transformer
 from titanmoe.models.vocabulary import HeadOptions
 from titanmoe.parallel.apply import make_engine
 from titanmoe.parallel.batch_slice import BatchSlice
 from titanmoe.train.find_teacher import check_tokenizer, find_teacher, teacher_config
 from titanmoe.train.gradients import Slicer
-from titanmoe.train.objectives.cross_entropy import CrossEntropy
 from titanmoe.train.run_state import RunState
 
 
@@ -42,35 +40,6 @@ def allocate_uninitialized(model: Transformer, seed: int, device: torch.device) 
     model.to_empty(device=device)
     for buffer in model.buffers():
         buffer.zero_()
-
-
-class TeacherOutputs(CrossEntropy):
-    """Objective that stores the teacher's top-k ids and log-probabilities of each microbatch instead of a loss.
-
-    The loss that it reports is 0.
-    """
-
-    def __init__(self, meshes: Meshes, top: int):
-        super().__init__(meshes)
-        self.top, self.of_slice = top, {}
-
-    def __call__(self, output_NBS: Tensor, batch_slice: BatchSlice) -> Tensor:
-        ids_KBS, log_p_CBS = output_NBS.split((self.top, self.top + 1))
-        fields = {TEACHER_IDS: ids_KBS.long(), TEACHER_LOG_P: log_p_CBS}
-        self.of_slice[id(batch_slice)] = {name: x.movedim(0, -1).contiguous() for name, x in fields.items()}
-        return output_NBS.new_zeros(())
-
-    def add_to(self, slices: list[BatchSlice]) -> list[BatchSlice]:
-        """Return the microbatches with what is stored of each as extra fields, and clear the store.
-
-        TEACHER_IDS are ids (B, S, K) and TEACHER_LOG_P log-probabilities (B, S, K + 1), the last that of all other ids.
-        Microbatches of which nothing is stored, on ranks without the last stage, are returned as they are.
-        """
-        of_slice, self.of_slice = self.of_slice, {}
-        return [
-            batch_slice._replace(extra_fields={**batch_slice.extra_fields, **of_slice.get(id(batch_slice), {})})
-            for batch_slice in slices
-        ]
 
 
 class SlicerWithTeacher(Slicer):
@@ -104,7 +73,7 @@ class SlicerWithTeacher(Slicer):
             head_options=head_options,
         )
         self.engine = make_engine(self.stages, of_teacher, meshes, loader.microbatches, device)
-        self.outputs, self.one = TeacherOutputs(meshes, options.top), torch.ones((), dtype=torch.float64, device=device)
+        self.top, self.one = options.top, torch.ones((), dtype=torch.float64, device=device)
         self.note = f"{self.teacher.path}, top {options.top} ids of each position"
         self._load_weights()
 
@@ -128,11 +97,20 @@ class SlicerWithTeacher(Slicer):
     def slices(self, batches: list[Batch]) -> list[BatchSlice]:
         """Run the teacher on this data rank's microbatches; return this rank's slices with its distributions.
 
-        Collective over the world.
+        They are the extra fields TEACHER_IDS, ids (B, S, K), and TEACHER_LOG_P, log-probabilities (B, S, K + 1), the
+        last that of all other ids. Collective over the world.
         """
-        slices = super().slices(batches)
+        slices, of_slice = super().slices(batches), dict[int, dict[str, Tensor]]()
+
+        def store(output_NBS: Tensor, batch_slice: BatchSlice) -> Tensor:
+            ids_KBS, log_p_CBS = output_NBS.split((self.top, self.top + 1))
+            fields = {TEACHER_IDS: ids_KBS.long(), TEACHER_LOG_P: log_p_CBS}
+            of_slice[id(batch_slice)] = {name: x.movedim(0, -1).contiguous() for name, x in fields.items()}
+            return output_NBS.new_zeros(())
+
         for moe in (moe for stage in self.stages for moe in stage.moe_layers().values()):
             moe.begin_step(self.state.step, self.one, self.one)
         with observe.unheard():
-            self.engine.run(slices, self.outputs, backward=False)
-        return self.outputs.add_to(slices)
+            self.engine.run(slices, store, backward=False)
+        # On ranks without the last stage nothing is stored.
+        return [one._replace(extra_fields={**one.extra_fields, **of_slice.pop(id(one), {})}) for one in slices]
