@@ -9,24 +9,13 @@ Shapes: L blocks of the model, H query heads.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor, nn
 
 from titanmoe.config.schema import Model
 from titanmoe.models import tensors
 from titanmoe.models.families import mixers
-from titanmoe.models.mixers.mixer_spec import ClippedRows
 from titanmoe.parallel.materialize import local_shard
-
-
-class Target(NamedTuple):
-    """Query or key weight of a layer that QK-Clip may scale, and which of its rows belong to each head."""
-
-    layer: int
-    rows: ClippedRows
-    parameter: nn.Parameter
 
 
 class QKClip:
@@ -35,7 +24,7 @@ class QKClip:
     def __init__(self, limit: float, model: Model, parameters: dict[str, nn.Parameter]):
         self.limit = limit
         self.targets = [
-            Target(layer, rows, parameters[name])
+            (layer, rows, parameters[name])
             for layer, mixer in enumerate(mixers(model))
             for leaf, rows in mixer.qk_clip_rows(model).items()
             if (name := f"{tensors.block_name(model, layer)}.attention.{leaf}") in parameters
