@@ -60,7 +60,7 @@ def test_an_outlet_that_cannot_be_opened_at_the_start_is_tried_again(monkeypatch
 
 
 def test_what_the_user_can_fix_at_once_ends_the_start():
-    def make() -> report_targets.Closable:
+    def make() -> report_targets.ReportTarget:
         raise ImportError("no module named wandb")
 
     with pytest.raises(ImportError):

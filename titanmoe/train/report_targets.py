@@ -51,11 +51,7 @@ PAUSE_S, LONGEST_S = 30.0, 600.0
 """Seconds until a failed writer is tried again; they double with every failure up to the longest pause."""
 
 
-class Closable(Protocol):
-    def close(self) -> None: ...
-
-
-P = TypeVar("P", bound=Closable)
+P = TypeVar("P", bound="ReportTarget | LineFile")
 
 
 class RetriedWriter(Generic[P]):
