@@ -12,12 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
 
 from titanmoe import observe
+from titanmoe.checkpoint.on_all_ranks import on_all_ranks
 from titanmoe.checkpoint.write_tensors import describe_first_nonfinite
 from titanmoe.config.schema import Optimizer as Options
 from titanmoe.data.batch import Batch
@@ -109,8 +110,7 @@ class Guard:
         """
         self.gradients.drop()
         self.state.skips.skip()
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, self.loader.digest_samples(batches))
+        everyone = on_all_ranks(dist.group.WORLD, lambda: self.loader.digest_samples(batches))
         samples = sorted({number: digest for theirs in everyone for number, digest in theirs.items()}.items())
         text = f"no update, because of {why}"
         if samples:  # a Session's have no numbers
@@ -130,8 +130,7 @@ class Guard:
         grads = describe_first_nonfinite({name: local_grad(p) for name, p in self.gradients.trained.items()})
         shards = {name: local_shard(p.detach())[0] for name, p in self.gradients.parameters.items()}
         weights = describe_first_nonfinite(shards | self.buffers)
-        names: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(names, (grads, weights))
+        names = on_all_ranks(dist.group.WORLD, lambda: (grads, weights))
         grads = next((name for name, _ in names if name), "")
         culprit = f"first parameter with a non-finite gradient: {grads}" if grads else "all gradients are finite"
         rank, weights = next(((rank, name) for rank, (_, name) in enumerate(names) if name), (0, ""))

@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from titanmoe.checkpoint.on_all_ranks import on_all_ranks
 from titanmoe.comm.collectives import all_reduce
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config, Model
@@ -287,8 +288,7 @@ def _given_samples(batch: Batch | None, model: Model) -> list[int | None]:
     if batch is not None and ROUTES in batch.extra_fields:
         problem = find_shape_problem(batch.extra_fields[ROUTES], batch.tokens_BS, model)
     count = None if batch is None else len(batch.tokens_BS)
-    reports: list[tuple[int | None, str]] = [(None, "")] * dist.get_world_size()
-    dist.all_gather_object(reports, (count, problem))
+    reports = on_all_ranks(dist.group.WORLD, lambda: (count, problem))
     if problems := [*dict.fromkeys(problem for _, problem in reports if problem)]:
         raise ConfigError(problems, "the batch")
     return [count for count, _ in reports]
