@@ -49,15 +49,13 @@ class SampleCompletions(Evaluation):
             f"{fold.dp}; meanwhile a rank has {format_bytes(self.live.weight_bytes)} more of weights"
         )
 
-    def after_step(self) -> dict[str, Any]:
-        """Complete the prompts if they are due after this step, else return {}. Collective over the world.
+    def evaluate(self) -> dict[str, Any]:
+        """Complete the prompts. Collective over the world.
 
         Returns:
             "samples", a dict for each prompt with "prompt", "completion", "tokens" (their number) and "end" ("eos" or
                 "length"); and "samples_s", the seconds that it took.
         """
-        if not self.is_due:
-            return {}
         begin = time.monotonic()
         with self.live.loaded() as generator:
             batches = generator.batches(self.prompts, BATCH_SIZE, self.stop, self.sampling)

@@ -70,6 +70,10 @@ class Evaluation:
 
     def after_step(self) -> dict[str, Any]:
         """Return metrics of the step by name if the evaluation is due after it, else {}. Collective over the world."""
+        return self.evaluate() if self.is_due else {}
+
+    def evaluate(self) -> dict[str, Any]:
+        """Evaluate the model and return metrics by name, with its seconds. Collective over the world."""
         raise NotImplementedError
 
 
@@ -90,14 +94,11 @@ class Validation(ForwardEvaluation):
     best: float = math.inf
     """Lowest validation loss of the run so far."""
 
-    def after_step(self) -> dict[str, float]:
-        """Measure and return validation metrics if they are due after this step, else {}. Collective over the world.
+    def evaluate(self) -> dict[str, float]:
+        """Measure and return val_loss, val_best (the lowest so far), val_s, and the objective's metrics.
 
-        Returns:
-            val_loss, val_best (the lowest so far), val_s (seconds), and the objective's metrics or else val_perplexity.
+        If the objective has no metrics, val_perplexity takes their place. Collective over the world.
         """
-        if not self.is_due:
-            return {}
         begin = time.monotonic()
         loss, metrics = self.measure()
         self.best = min(self.best, loss)
@@ -178,15 +179,13 @@ class QuizEvaluation(ForwardEvaluation):
 
     questions: QuizSet
 
-    def after_step(self) -> dict[str, Any]:
-        """Ask all questions if the quiz is due after this step and return metrics, else {}. Collective over the world.
+    def evaluate(self) -> dict[str, Any]:
+        """Ask all questions and return metrics. Collective over the world.
 
         Returns:
             The mean of each metric under "quiz.TASK.METRIC", seconds under "quiz_s", and under "quiz" a dict for each
                 task, a line of quiz.jsonl: "step", "task", and by metric a list with a number per question.
         """
-        if not self.is_due:
-            return {}
         begin, at = time.monotonic(), 0
         log_p_C, report, lines = self.log_probabilities(), {}, []
         for task in self.questions.tasks:
