@@ -61,7 +61,9 @@ def main() -> None:
     dist.broadcast_object_list(folders, 0)
     folder = Path(folders[0])
     try:
-        figures = measure(Trainer(build_training(config, runtime)), folder, args.rounds)
+        trainer = Trainer(build_training(config, runtime))
+        with trainer.training.checkpoints.in_folder(folder):
+            figures = measure(trainer, args.rounds)
         if runtime.rank == 0:
             report(figures, args.json)
     finally:
@@ -70,14 +72,14 @@ def main() -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def measure(trainer: Trainer, folder: Path, rounds: int) -> dict[str, dict[str, float]]:
-    """Time `rounds` saves in both modes to checkpoints in `folder`. Collective: all ranks train and save.
+def measure(trainer: Trainer, rounds: int) -> dict[str, dict[str, float]]:
+    """Time `rounds` saves in both modes to checkpoints in the run's folder. Collective: all ranks train and save.
 
     Returns median seconds on this rank by mode, "sync" and "async": "blocked", "written after" (since the save began)
     and "step beside" (0.0 if there was none); and under "all" the median seconds of "step" and "check", the
     checkpoint's size "gb", and the number of "ranks".
     """
-    checkpoints = trainer.training.checkpoints.in_folder(folder)
+    checkpoints = trainer.training.checkpoints
     saver = checkpoints.saver
     seconds: dict[str, dict[str, list[float]]] = {
         mode: {"blocked": [], "written after": [], "step beside": []} for mode in MODES

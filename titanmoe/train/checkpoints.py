@@ -7,7 +7,7 @@ these three are collective over the world.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -46,7 +46,7 @@ OLD_SOURCES = f"give the run the data sources that it had, or {WEIGHTS_ALONE}"
 
 @dataclass(eq=False, kw_only=True)
 class Checkpoints:
-    """Loading and saving of a run's state. As a context manager it catches signals, so that a run ends with a save."""
+    """Loading and saving of a run's state. Inside `in_folder` signals are caught, so that a run ends with a save."""
 
     options: Options
     model: Model
@@ -75,8 +75,9 @@ class Checkpoints:
         self.group = dist.group.WORLD if self.runtime.world > 1 else None
         self.signals = Signals()
 
-    def in_folder(self, run: Path) -> Checkpoints:
-        """Set the run's folder and return self, which the caller enters as a context manager.
+    @contextlib.contextmanager
+    def in_folder(self, run: Path) -> Iterator[Checkpoints]:
+        """Set the run's folder, yield self, and catch signals until the context ends if checkpoints are saved.
 
         With checkpoint.enable the checkpoints' folder is created, and files of interrupted saves are removed from it.
         Collective over the world.
@@ -93,16 +94,8 @@ class Checkpoints:
             )
         except CheckpointError as error:
             raise ConfigError([str(error)]) from None
-        return self
-
-    def __enter__(self) -> Checkpoints:
-        if self.saver:
-            self.signals.__enter__()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.saver:
-            self.signals.__exit__()
+        with self.signals if self.saver else contextlib.nullcontext():
+            yield self
 
     # ---- loading
 
