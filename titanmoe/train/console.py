@@ -1,13 +1,12 @@
 """Console output of a run, on rank 0: on a terminal a live panel, elsewhere one line per report.
 
-`titanmoe.train.metrics` prints the header, opens the console as a ReportTarget and prints the closing line.
+`titanmoe.train.metrics` prints the header and opens the console as a ReportTarget.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-import shlex
 import shutil
 import sys
 from collections import deque
@@ -23,7 +22,6 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from titanmoe.checkpoint import layout
 from titanmoe.checkpoint.choose_checkpoint import checkpoints_folder
 from titanmoe.config.schema import Checkpoint
 from titanmoe.files import format_bytes
@@ -67,28 +65,28 @@ def judged_metric(record: Mapping[str, float]) -> tuple[str, float]:
     return ("reward", record["rl.reward"]) if "rl.reward" in record else ("loss", record["loss"])
 
 
+FORMATS = {
+    "grad_norm": ("grad norm", "{:.3f}"),
+    "lr": ("lr", "{:.2e}"),
+    "tokens_per_s": ("tokens/s", "{:,.0f}"),
+    "mfu": ("MFU", "{:.1%}"),
+    "memory_gib": ("memory", "{:.2f} GiB"),
+    "preference.accuracy": ("accuracy", "{:.1%}"),
+    "imbalance": ("imbalance", "{:.2f}"),
+    "dropped_fraction": ("dropped", "{:.1%}"),
+    "rl.length": ("length", "{:.1f}"),
+    "val_reward": ("val reward", "{:.4f}"),
+}
+"""Label and format of metrics on the console, by the name in metrics.jsonl, in the order in which they are shown."""
+
+
 def format_metrics(record: dict[str, float]) -> dict[str, str]:
     """Return what the console shows of a line of metrics.jsonl, as text by label, such as {"tokens/s": "12,345"}."""
     name, value = judged_metric(record)
-    shown = {
-        name: f"{value:.4f}",
-        "grad norm": f"{record['grad_norm']:.3f}",
-        "lr": f"{record['lr']:.2e}",
-        "tokens/s": f"{record['tokens_per_s']:,.0f}",
-    }
-    if "mfu" in record:
-        shown["MFU"] = f"{record['mfu']:.1%}"
-    shown["memory"] = f"{record['memory_gib']:.2f} GiB"
-    if "preference.accuracy" in record:
-        shown["accuracy"] = f"{record['preference.accuracy']:.1%}"
-    if "imbalance" in record:
-        shown["imbalance"] = f"{record['imbalance']:.2f}"
-    if record.get("dropped_fraction"):
-        shown["dropped"] = f"{record['dropped_fraction']:.1%}"
-    if "rl.length" in record:
-        shown["length"] = f"{record['rl.length']:.1f}"
-    if "val_reward" in record:
-        shown["val reward"] = f"{record['val_reward']:.4f}"
+    shown = {name: f"{value:.4f}"}
+    for name, (label, text) in FORMATS.items():
+        if name in record and (record[name] or name != "dropped_fraction"):
+            shown[label] = text.format(record[name])
     if "val_loss" in record:
         best = "the best" if record["val_loss"] == record["val_best"] else f"best {record['val_best']:.4f}"
         shown["val loss"] = f"{record['val_loss']:.4f} ({best})"
@@ -119,52 +117,6 @@ def format_rl_seconds(record: dict[str, float]) -> dict[str, str]:
 def format_duration(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
-
-
-def print_closing_line(
-    *,
-    step: int,
-    steps: int,
-    name: str,
-    first: tuple[int, float],
-    last: float,
-    seconds: float,
-    checkpoint: str,
-    folder: Path,
-    wrong: str = "",
-) -> None:
-    """Print how a run ended: steps, loss or reward, seconds, the last checkpoint and the command that makes a report.
-
-    Args:
-        step: the last step made.
-        steps: the step at which the run was to end.
-        name: name of the metric by which the run is judged, such as "loss".
-        first: the first step that this process reported, and the metric after it.
-        last: the metric after the last step.
-        seconds: how long this process trained.
-        checkpoint: where the last checkpoint is, as text, such as "saved as FOLDER".
-        wrong: what is wrong with the loss and what to change; "" if nothing is.
-    """
-    began, value = first
-    done = "done" if step == steps else "ended"
-    if wrong:
-        Console(highlight=False).print(Text(f"{done}, but {wrong}", "bold red"), soft_wrap=True)
-        done = ""
-    print(
-        f"{done:<11}step {step:,} of {steps:,} after {format_duration(seconds)}: {name} {value:.4f} at step "
-        f"{began:,} -> {last:.4f}; {checkpoint}; a page of it: titanmoe report "
-        f"{shlex.quote(str(folder))}",
-        flush=True,
-    )
-
-
-def describe_last_checkpoint(options: Checkpoint, run: Path) -> str:
-    """Return where the newest complete checkpoint is, as text for the last line that a run prints."""
-    if not options.enable:
-        return "nothing was saved (checkpoint.enable = false)"
-    folder = checkpoints_folder(run, options)
-    name = layout.read_latest(folder)
-    return f"saved as {folder / name}" if name else "no checkpoint was completed"
 
 
 class LineConsole:

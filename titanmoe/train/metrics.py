@@ -11,6 +11,7 @@ import json
 import math
 import platform
 import resource
+import shlex
 import sys
 import textwrap
 import time
@@ -22,8 +23,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from rich.text import Text
 
-from titanmoe.checkpoint import safe_files
+from titanmoe.checkpoint import layout, safe_files
+from titanmoe.checkpoint.choose_checkpoint import checkpoints_folder
 from titanmoe.config.schema import Metrics as Options
 from titanmoe.config.schema import Model
 from titanmoe.fold.degrees import Fold
@@ -42,6 +45,7 @@ from titanmoe.train.run_folder import (
     QUIZ,
     RANKS,
     SAMPLE,
+    read_records,
     typed_command,
 )
 from titanmoe.train.runtime import Runtime
@@ -157,7 +161,7 @@ class Metrics(Observer):
         self._smoothed, self._weight = 0.0, 0.0
         self._divergence = DivergenceAlarm(self.expected)
         before = 0
-        for line, self._judged, value in read_losses(folder / METRICS):
+        for line, self._judged, value in read_losses(folder):
             self._track(line, value, line - before)
             before = line
         self._open_targets(notes or {})
@@ -207,17 +211,20 @@ class Metrics(Observer):
             "torch": torch.__version__,
             "python": platform.python_version(),
             "system": platform.platform(),
-        }
-        if torch.version.cuda:
-            machine["cuda"] = torch.version.cuda
-        machine |= {
+            **({"cuda": torch.version.cuda} if torch.version.cuda else {}),
             "attention": console.format_mapping(fold.attention_axes),
             "experts": console.format_mapping(fold.expert_axes),
+            "steps": self.steps,
+            "command": typed_command(),
         }
-        machine |= {"steps": self.steps, "command": typed_command()}
         if step:
+            # Machine, software and mapping of the start before this one.
+            earlier = [one["environment"] for one in read_records(self.folder, EVENTS) if "environment" in one]
+            before = earlier[-1] if earlier else {}
             changes = "".join(
-                f"; {change}" for change in describe_changes(read_last_environment(self.folder / EVENTS), machine)
+                f"; {name} {before[name]} -> {machine[name]}"
+                for name in ("ranks", "attention", "experts", "device")
+                if before.get(name) not in (None, machine[name])
             )
             self.event(step, "restart", f"continues after step {step}{changes}", environment=machine)
         else:
@@ -345,20 +352,32 @@ class Metrics(Observer):
             writer.close()
         if self._first_value:
             with contextlib.suppress(OSError):
-                seconds = time.monotonic() - self._begun
-                wrong = f"{self._divergence.text}: {self._divergence.advice}" if self._divergence.text else ""
-                checkpoint = console.describe_last_checkpoint(self.header.checkpoint, self.folder)
-                console.print_closing_line(
-                    step=self._step,
-                    steps=self.steps,
-                    name=self._judged,
-                    first=self._first_value,
-                    last=self._last_value,
-                    seconds=seconds,
-                    checkpoint=checkpoint,
-                    folder=self.folder,
-                    wrong=wrong,
-                )
+                self._print_closing_line(*self._first_value)
+
+    def _print_closing_line(self, first: int, value: float) -> None:
+        """Print how the run ended: steps, loss or reward, time, the last checkpoint, and the command of its report.
+
+        Args:
+            first: the first step that this process reported.
+            value: loss or reward after that step.
+        """
+        options, done = self.header.checkpoint, "done" if self._step == self.steps else "ended"
+        if wrong := self._divergence.text:
+            rich = console.Console(highlight=False)
+            rich.print(Text(f"{done}, but {wrong}: {self._divergence.advice}", "bold red"), soft_wrap=True)
+            done = ""
+        saved = "nothing was saved (checkpoint.enable = false)"
+        if options.enable:
+            folder = checkpoints_folder(self.folder, options)
+            name = layout.read_latest(folder)
+            saved = f"saved as {folder / name}" if name else "no checkpoint was completed"
+        seconds = console.format_duration(time.monotonic() - self._begun)
+        print(
+            f"{done:<11}step {self._step:,} of {self.steps:,} after {seconds}: {self._judged} {value:.4f} at step "
+            f"{first:,} -> {self._last_value:.4f}; {saved}; a page of it: titanmoe report "
+            f"{shlex.quote(str(self.folder))}",
+            flush=True,
+        )
 
 
 def describe_completions(samples: Sequence[Mapping[str, Any]]) -> str:
@@ -374,35 +393,9 @@ def describe_completions(samples: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def read_losses(file: Path) -> Iterator[tuple[int, str, float]]:
-    """Yield step, "loss" or "reward", and the value of each readable line of a metrics.jsonl, if it exists."""
-    with (
-        contextlib.suppress(OSError),
-        open(safe_files.open_in(file.parent, file.name), encoding="utf-8") as lines,
-    ):
-        for line in lines:
-            with contextlib.suppress(ValueError, LookupError, TypeError):
-                record = json.loads(line)
-                name, value = console.judged_metric(record)
-                yield int(record["step"]), name, float(value)
-
-
-def read_last_environment(events: Path) -> dict[str, Any]:
-    """Return machine, software and mapping of the last start or restart in an events.jsonl; {} if none can be read."""
-    try:
-        with open(safe_files.open_in(events.parent, events.name), encoding="utf-8") as stream:
-            lines = [json.loads(line) for line in stream if "environment" in line]
-        return lines[-1]["environment"]
-    except (OSError, ValueError, LookupError, TypeError):
-        return {}
-
-
-def describe_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Return a text such as "ranks 8 -> 16" for each difference in ranks, mapping or device.
-
-    Args:
-        before: machine, software and mapping of an earlier start of the run, by name.
-        now: the same facts of this start.
-    """
-    names = ("ranks", "attention", "experts", "device")
-    return [f"{name} {before[name]} -> {now[name]}" for name in names if before.get(name) not in (None, now[name])]
+def read_losses(folder: Path) -> Iterator[tuple[int, str, float]]:
+    """Yield step, "loss" or "reward", and the value of each readable line of a run's metrics.jsonl, if it exists."""
+    for record in read_records(folder, METRICS):
+        with contextlib.suppress(ValueError, LookupError, TypeError):
+            name, value = console.judged_metric(record)
+            yield int(record["step"]), name, float(value)
