@@ -109,14 +109,21 @@ class Guard:
             NumericalFault: on all ranks, after optimizer.skip_limit such steps in a row.
         """
         self.gradients.drop()
-        self.state.skips.skip()
+        step, skips = self.state.step, self.state.skips
+        skips.skipped += 1
+        skips.in_a_row += 1
         everyone = on_all_ranks(dist.group.WORLD, lambda: self.loader.digest_samples(batches))
         samples = sorted({number: digest for theirs in everyone for number, digest in theirs.items()}.items())
         text = f"no update, because of {why}"
         if samples:  # a Session's have no numbers
             text += f"; samples {samples[0][0]} to {samples[-1][0]} of the run"
-        observe.active.event(self.state.step, "skip", text, samples=[list(sample) for sample in samples])
-        self.state.skips.check_limit(self.state.step, why)
+        observe.active.event(step, "skip", text, samples=[list(sample) for sample in samples])
+        if skips.in_a_row >= self.options.skip_limit:
+            raise NumericalFault(
+                f"step {step}: {skips.in_a_row} updates in a row were skipped (optimizer.skip_limit), the last because "
+                f"of {why}. The weights are as the last update left them. Lower optimizer.lr, look at these steps' "
+                "samples in events.jsonl, or accept such numbers with a larger optimizer.skip_spikes."
+            )
 
     def check_finite(self, loss: float, norm: float) -> None:
         """Raise NonFinite on all ranks if the loss or the gradient norm of the step is not finite.

@@ -15,7 +15,6 @@ from statistics import fmean
 from typing import Any
 
 from titanmoe.config.schema import Optimizer as Options
-from titanmoe.train.checks import NumericalFault
 
 DEFAULT_SIGMAS = 6.0
 """Standard deviations above the mean from which a step is suspect, if optimizer.skip_spikes is not set."""
@@ -40,7 +39,7 @@ class SkipRule:
         """Return a text on what is unusual about a step's loss or gradient norm; "" if nothing is.
 
         A value that is not finite always is. The mean counts only once half of optimizer.skip_window steps are known,
-        and that of the loss only with `judges_loss`. Records nothing: `skip` or `accept` does.
+        and that of the loss only with `judges_loss`. Records nothing.
 
         Args:
             sigmas: number of standard deviations above the mean of recent steps from which a value is unusual.
@@ -56,29 +55,11 @@ class SkipRule:
                     return f"{name} {value:.5g}, which is {above}, the mean of the {len(before)} steps before"
         return ""
 
-    def skip(self) -> None:
-        """Count a step that makes no update because its loss or gradient norm is unusual."""
-        self.skipped += 1
-        self.in_a_row += 1
-
     def accept(self, loss: float, norm: float) -> None:
         """Add the loss and gradient norm of a step that makes an update to those of recent steps; reset `in_a_row`."""
         self.in_a_row = 0
         for before, value in zip(self.before.values(), (loss, norm), strict=True):
             before.append(value)
-
-    def check_limit(self, step: int, why: str) -> None:
-        """Raise a NumericalFault if optimizer.skip_limit steps in a row made no update.
-
-        Args:
-            why: why the last of these steps was skipped, for the message.
-        """
-        if self.in_a_row >= self.options.skip_limit:
-            raise NumericalFault(
-                f"step {step}: {self.in_a_row} updates in a row were skipped (optimizer.skip_limit), the last because "
-                f"of {why}. The weights are as the last update left them. Lower optimizer.lr, look at these steps' "
-                "samples in events.jsonl, or accept such numbers with a larger optimizer.skip_spikes."
-            )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the numbers to store in a checkpoint under "skips": counts, and losses and norms of recent steps."""
