@@ -55,9 +55,6 @@ class WithLogProbs(Objective):
         self.recorded[id(batch_slice)] = 0 - head.loss_BS.detach(), entropy_BS  # without a label 0, not -0
         return self.inner.sum(head, batch_slice)
 
-    def count(self, batch: Batch) -> Tensor:
-        return self.inner.count(batch)
-
     def take_metrics(self, template: Tensor) -> Tensor:
         return self.inner.take_metrics(template)
 
