@@ -170,7 +170,6 @@ def other_shards(before: dict[str, Any], after: dict[str, Any]) -> str:
 def losses(before: dict[str, Any], after: dict[str, Any]) -> tuple[float, float, float]:
     """The loss of one batch under a mapping: with its first weights, after a move, and with a checkpoint's weights."""
     from titanmoe.parallel.data_parallel import free_gathered
-    from titanmoe.train.evaluation import forward_only
 
     _, source = shards(before)
     fill(source, 1)
@@ -178,8 +177,9 @@ def losses(before: dict[str, Any], after: dict[str, Any]) -> tuple[float, float,
     destination = shards_to_load(training.parameters, training.buffers, None, tied=False)
 
     def loss() -> float:
-        ((total, _),) = forward_only([training.loader.peek()], training.slicer, training.gradients)
-        return float(total)
+        batches, slicer, gradients = training.loader.peek(), training.slicer, training.gradients
+        gradients.begin_step(slicer.count(batches))
+        return float(gradients.engine.run(slicer.slices(batches), slicer.objective, backward=False))
 
     first = loss()
     Relayout(source, destination).move(source, destination)

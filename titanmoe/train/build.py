@@ -39,7 +39,7 @@ from titanmoe.train.best import BestStep
 from titanmoe.train.checkpoints import Checkpoints
 from titanmoe.train.checks import Checks
 from titanmoe.train.console import ConsoleSettings
-from titanmoe.train.evaluation import ChoiceSums, Evaluation, QuizEvaluation, Validation
+from titanmoe.train.evaluation import Evaluation, QuizEvaluation, Validation
 from titanmoe.train.gradients import Gradients, Slicer
 from titanmoe.train.guard import Guard
 from titanmoe.train.header import make_header, setup_rows
@@ -266,7 +266,8 @@ def make_evaluations(
     Args:
         slicer_for: called as slicer_for(objective=...); makes the Slicer that takes this rank's part of a batch.
     """
-    data, loader, last = model.meshes.data, model.loader, config.training.steps
+    data, loader = model.meshes.data, model.loader
+    of_run = {"last": config.training.steps, "gradients": model.gradients, "state": model.state}
     validation = quiz = None
     if every := config.validation.interval:
         documents = loader.held_out if config.validation.held_out else ()
@@ -276,18 +277,14 @@ def make_evaluations(
             interval=every,
             samples=ValidationSet(config, data.rank, data.size, documents),
             slicer=slicer_for(objective=objective),
-            last=last,
-            gradients=model.gradients,
-            state=model.state,
+            **of_run,
         )
     if every := config.validation.quiz.interval:
         quiz = QuizEvaluation(
             interval=every,
             questions=QuizSet(config, data.rank, data.size, loader.mix.tokenizer),
-            slicer=slicer_for(objective=ChoiceSums(model.meshes)),
-            last=last,
-            gradients=model.gradients,
-            state=model.state,
+            slicer=slicer_for(objective=CrossEntropy(model.meshes)),
+            **of_run,
         )
     return validation, quiz
 

@@ -5,14 +5,14 @@ and the loader are not written to, and the layers' counts are reset when a step 
 the step and the token, and router jitter is off. `accuracy` and `accuracy_norm` are acc and acc_norm of
 lm-evaluation-harness.
 
-Shapes: B samples, S positions of the attention slice, C choices of all questions, T positions of a microbatch.
+Shapes: N numbers of the head for each label, B samples, S positions of the attention slice, C choices of all questions,
+T positions of a microbatch.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,35 +22,12 @@ from torch import Tensor
 
 from titanmoe.comm.collectives import all_reduce
 from titanmoe.config.schema import QUIZ_METRICS
-from titanmoe.data.batch import Batch
 from titanmoe.data.loader import ValidationSet
 from titanmoe.data.quiz import CHOICE, Question, QuizSet
 from titanmoe.models.vocabulary import HeadOutput
 from titanmoe.parallel.batch_slice import BatchSlice
 from titanmoe.train.gradients import Gradients, Slicer
-from titanmoe.train.objectives.cross_entropy import CrossEntropy
 from titanmoe.train.run_state import RunState
-
-
-def forward_only(
-    samples: Iterable[list[Batch]], slicer: Slicer, gradients: Gradients
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Run the forward pass over batches without gradients, one step's batches each time that the caller asks.
-
-    Collective over the world.
-
-    Args:
-        samples: for each step a list of microbatches, on this data rank.
-        slicer: takes this rank's slices of the microbatches, and has the objective to evaluate.
-
-    Yields:
-        For each step the objective's sum on this rank (0 without the last pipeline stage) and its divisor over all
-            ranks, float64 scalars on the device.
-    """
-    for batches in samples:
-        totals = slicer.count(batches)
-        gradients.begin_step(totals)
-        yield gradients.engine.run(slicer.slices(batches), slicer.objective, backward=False), totals.divisor
 
 
 @dataclass(eq=False, kw_only=True)
@@ -123,33 +100,17 @@ class Validation(ForwardEvaluation):
         meshes, objective = self.slicer.meshes, self.slicer.objective
         total, divisor = (torch.zeros((), dtype=torch.float64, device=self.slicer.device) for _ in range(2))
         sums = objective.take_metrics(total)
-        for sum_of_batches, divisor_of_batches in forward_only(self.samples, self.slicer, self.gradients):
-            total += sum_of_batches
+        for batches in self.samples:
+            totals = self.slicer.count(batches)
+            self.gradients.begin_step(totals)
+            total += self.gradients.engine.run(self.slicer.slices(batches), objective, backward=False)
             sums += objective.take_metrics(total)
-            divisor += divisor_of_batches
+            divisor += totals.divisor
         # Only ranks of the last stage have a loss, and all ranks of a tp group have the same one.
         mine = torch.cat((total.view(1), sums))
         loss, *values = (all_reduce(mine, meshes.world) / meshes.tp.size / divisor.clamp(min=1)).tolist()
         names = [name.replace(".", ".val_") for name in objective.metrics]
         return loss + objective.constant, dict(zip(names, values, strict=True))
-
-
-class ChoiceSums(CrossEntropy):
-    """Objective that sums the log-probabilities of the tokens of each quiz choice over all batches of an evaluation.
-
-    The sums are in `sums_C`: those of this rank's tokens, and one more entry for padding, at the end. The loss that it
-    reports is 0.
-    """
-
-    def clear(self, choices: int, device: torch.device) -> None:
-        """Set `sums_C` to zeros, before a quiz; `choices` is the number of choices of all questions together."""
-        self.sums_C = torch.zeros(choices + 1, dtype=torch.float64, device=device)
-        """Log-probability of each choice; padding is added to one more entry at the end."""
-
-    def sum(self, head: HeadOutput, batch_slice: BatchSlice) -> Tensor:
-        choice_T = batch_slice.extra_fields[CHOICE].flatten() % len(self.sums_C)
-        self.sums_C.index_add_(0, choice_T, -head.loss_BS.flatten().double())
-        return head.loss_BS.new_zeros(())
 
 
 def score_question(question: Question, log_p: np.ndarray) -> dict[str, float]:
@@ -175,7 +136,7 @@ def score_question(question: Question, log_p: np.ndarray) -> dict[str, float]:
 
 @dataclass(eq=False, kw_only=True)
 class QuizEvaluation(ForwardEvaluation):
-    """Evaluation on multiple-choice questions, which are grouped in tasks. The slicer's objective is ChoiceSums."""
+    """Evaluation on multiple-choice questions, which are grouped in tasks."""
 
     questions: QuizSet
 
@@ -203,9 +164,18 @@ class QuizEvaluation(ForwardEvaluation):
 
         They are on every rank, in the order of tasks, questions and choices. Collective over the world.
         """
-        sums, meshes = self.slicer.objective, self.slicer.meshes
-        sums.clear(len(self.questions.encoded), self.slicer.device)
-        for _ in forward_only(self.questions, self.slicer, self.gradients):
-            pass
+        slicer, gradients, meshes = self.slicer, self.gradients, self.slicer.meshes
+        # Padding is added to one more entry at the end.
+        sums_C = torch.zeros(len(self.questions.encoded) + 1, dtype=torch.float64, device=slicer.device)
+
+        def add(output_NBS: Tensor, batch_slice: BatchSlice) -> Tensor:
+            loss_BS = HeadOutput.of(output_NBS).loss_BS
+            choice_T = batch_slice.extra_fields[CHOICE].flatten() % len(sums_C)
+            sums_C.index_add_(0, choice_T, -loss_BS.flatten().double())
+            return loss_BS.new_zeros(())
+
+        for batches in self.questions:
+            gradients.begin_step(slicer.count(batches))
+            gradients.engine.run(slicer.slices(batches), add, backward=False)
         # Only ranks of the last stage have scores, and all ranks of a tp group have the same ones.
-        return (all_reduce(sums.sums_C, meshes.world)[:-1] / meshes.tp.size).cpu().numpy()
+        return (all_reduce(sums_C, meshes.world)[:-1] / meshes.tp.size).cpu().numpy()
