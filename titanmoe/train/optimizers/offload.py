@@ -133,7 +133,12 @@ class Offload:
         self.copies = copies or (CudaCopies(first.device) if first.device.type == "cuda" else Copies())
         templates = {name: torch.empty_like(x, dtype=dtype, device="meta") for name, x in local_shards.items()}
         groups = self._group_names(templates, count) if bucket_names is None else bucket_names
-        self.buckets = [self._bucket({name: templates[name] for name in names}, count) for names in groups]
+        self.buckets: list[Bucket] = []
+        where = {"device": "cpu", "pin_memory": self.copies.page_locked}
+        for names in groups:
+            some = {name: templates[name] for name in names}
+            host = torch.zeros(count * _aligned_bytes(some.values()), dtype=torch.uint8, **where)
+            self.buckets.append(Bucket(some, count, host))
         most = max(bucket.host.nbytes for bucket in self.buckets)
         self.buffers = [first.new_empty(most, dtype=torch.uint8) for _ in range(min(BUFFERS, len(self.buckets)))]
         """Buffers on the device, each large enough for the moments of any bucket."""
@@ -153,16 +158,6 @@ class Offload:
                 names = []
             names = [*names, name]
         yield names
-
-    def _bucket(self, templates: dict[str, Tensor], count: int) -> Bucket:
-        """Allocate a bucket of `count` moments like each meta tensor in `templates`, by name of the parameter.
-
-        They are zeros in host memory, page-locked if a GPU reads them.
-        """
-        where = {"device": "cpu", "pin_memory": self.copies.page_locked}
-        return Bucket(
-            templates, count, torch.zeros(count * _aligned_bytes(templates.values()), dtype=torch.uint8, **where)
-        )
 
     def moments(self) -> dict[str, Moments]:
         """Wait for all copies to the host; return the moments of each parameter in host memory, not copied, by name."""
