@@ -11,7 +11,6 @@ from tests import parity
 from titanmoe.config.fields import flatten
 from titanmoe.config.schema import Config, LRSchedule, Optimizer
 from titanmoe.fold.degrees import derive
-from titanmoe.models.count import parameters
 from titanmoe.train.header import make_header
 from titanmoe.train.learning_rate import LearningRate, describe_rate_change, lr_factor, warn_of_high_rate
 
@@ -101,7 +100,7 @@ def test_a_rate_that_is_far_from_usual_is_said(options: dict, said: list[str]) -
 def test_the_header_has_it() -> None:
     for lr, there in ((1e-2, False), (1.0, True)):
         config = parity.read({"optimizer.lr": lr}, 1)
-        rows = make_header(config, derive(1, config.parallelism), parameters(config.model), "CPU", None).batches
+        rows = make_header(config, derive(1, config.parallelism), "CPU", None).batches
         assert ("learning rate" in rows) == there
     assert "optimizer.lr = 1: above 0.02" in str(rows["learning rate"])
 
@@ -112,5 +111,5 @@ def test_the_header_has_it() -> None:
 )
 def test_the_header_says_what_is_trained(changes: dict, said: str) -> None:
     config = parity.read(changes, 1)
-    rows = make_header(config, derive(1, config.parallelism), parameters(config.model), "CPU", None).mapping
+    rows = make_header(config, derive(1, config.parallelism), "CPU", None).mapping
     assert rows["model"].endswith(said)

@@ -230,7 +230,7 @@ def test_what_is_said_of_memory_knows_that_matrices_have_one_number() -> None:
     numbers = 2 * sum(n for _, n in trained) - matrices
     assert OPTIMIZERS.look_up("muon").state_numbers(config) == numbers
     of_model = parameters(config.model)
-    saved = make_header(config, derive(1, config.parallelism), of_model, "cpu", None).checkpoint_bytes
+    saved = make_header(config, derive(1, config.parallelism), "cpu", None).checkpoint_bytes
     assert saved == 8 * (of_model.total + numbers)
     weights, those_trained = 8 * of_model.total, 8 * sum(n for _, n in trained)
     assert _state_bytes(weights, those_trained, config, torch.device("cpu"))["optimizer state"] == 8 * numbers

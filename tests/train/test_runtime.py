@@ -235,9 +235,9 @@ def test_the_header_says_whether_the_allocator_grows_segments(name, setting, all
     monkeypatch.delattr(torch.cuda.memory, "_snapshot")
     if allocator:
         monkeypatch.setattr(torch.cuda.memory, "_snapshot", allocator, raising=False)
-    rows = header.setup_rows(Config(), 1, 1, None, torch.device("cuda"))
+    rows = header.setup_rows(Config(), 1, None, torch.device("cuda"))
     assert rows["GPU memory"].startswith(row.format(name))
-    assert "GPU memory" not in header.setup_rows(Config(), 1, 1, None, torch.device("cpu"))
+    assert "GPU memory" not in header.setup_rows(Config(), 1, None, torch.device("cpu"))
 
 
 def test_a_machine_has_no_more_ranks_than_gpus(monkeypatch):

@@ -21,7 +21,7 @@ from titanmoe.data.quiz import QuizSet
 from titanmoe.fold.degrees import Fold, derive
 from titanmoe.fold.meshes import Meshes
 from titanmoe.fold.pipeline_schedules import stage_ranks
-from titanmoe.models.count import parameters, training_work
+from titanmoe.models.count import training_work
 from titanmoe.models.tensors import Tuning
 from titanmoe.models.transformer import Transformer
 from titanmoe.models.vocabulary import HeadOptions
@@ -118,7 +118,7 @@ def build_training(
         with_index=config.lora.dropout > 0,
     )
     rows = {"dispatcher": chosen} if chosen else {}
-    rows |= setup_rows(config, fold.pp, batches.microbatches, model.gradients.engine, device)
+    rows |= setup_rows(config, batches.microbatches, model.gradients.engine, device)
     if config.distillation.teacher:
         from titanmoe.train.teacher import SlicerWithTeacher
 
@@ -291,7 +291,7 @@ def make_evaluations(
 
 def build_metrics(config: Config, runtime: Runtime, fold: Fold, clock: Clock) -> Metrics:
     """Build the object that prints the header and writes metrics and events on rank 0. Opens no file yet."""
-    name, count = device_name(runtime.device), parameters(config.model)
+    name = device_name(runtime.device)
     peak = config.metrics.peak_tflops * 1e12 or peak_flops(name, config.training.mixed_precision_param)
     known = OBJECTIVES.look_up(config.training.objective).uniform_guess_loss(config)
     guess = known if config.data.source != "synthetic" else math.inf
@@ -300,7 +300,7 @@ def build_metrics(config: Config, runtime: Runtime, fold: Fold, clock: Clock) ->
         model=config.model,
         expected=ExpectedLoss(config.lr_schedule.warmup_steps, config.optimizer.lr, guess),
         shown=ConsoleSettings(config.training.steps, config.compile.enable, config.moe.force_balance),
-        header=make_header(config, fold, count, name, peak),
+        header=make_header(config, fold, name, peak),
         recipe=to_toml(config),
         values=to_tables(config),
         balance_losses=tuple(term.metric for term in active_losses(config.moe)),

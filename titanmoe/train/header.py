@@ -14,7 +14,7 @@ from rich.text import Text
 from titanmoe.config.schema import Checkpoint, Config
 from titanmoe.fold.degrees import Fold
 from titanmoe.fold.pipeline_schedules import splits_backward, stage_ranks
-from titanmoe.models.count import Parameters, trained_parameters
+from titanmoe.models.count import parameters, trained_parameters
 from titanmoe.models.tensors import Tuning
 from titanmoe.parallel.compiled import why_not_one_graph
 from titanmoe.parallel.pipeline import Pipeline, WithoutPipeline
@@ -48,19 +48,18 @@ class Header:
         return self.mapping | notes | self.batches | where | self.routing
 
 
-def make_header(config: Config, fold: Fold, parameters: Parameters, device_name: str, peak: float | None) -> Header:
+def make_header(config: Config, fold: Fold, device_name: str, peak: float | None) -> Header:
     """Return the lines of the header on model, mapping, devices, batch and data.
 
     Args:
-        parameters: numbers of the model's parameters, total and active per token.
         device_name: the device's name as PyTorch gives it.
         peak: peak FLOP/s of one device; None if unknown.
     """
     model, training = config.model, config.training
-    dp = fold.dp_replicate * fold.dp_shard
     ranks = f"{fold.world} rank{'s' * (fold.world > 1)} on {device_name}"
     each = f", peak {peak / 1e12:,.1f} TFLOP/s each" if peak else ""
-    count = f"{parameters.total:,} parameters, {parameters.active:,} active per token"
+    size = parameters(model)
+    count = f"{size.total:,} parameters, {size.active:,} active per token"
     tuning = Tuning.of(config)
     trained = trained_parameters(model, tuning)
     if tuning.trains_all:
@@ -79,7 +78,7 @@ def make_header(config: Config, fold: Fold, parameters: Parameters, device_name:
         | ({"learning rate": Text(rate, "bold red", overflow="fold")} if rate else {})
         | {
             "devices": f"{ranks}, computing in {training.mixed_precision_param}{each}",
-            "batch": _batch(config, dp),
+            "batch": _batch(config, fold.dp),
             "data": ", ".join(_data_paths(config)) or config.data.source,
         },
         {"routing": forced} if config.moe.force_balance else {},
@@ -109,15 +108,14 @@ def _data_paths(config: Config) -> list[str]:
 
 
 def setup_rows(
-    config: Config, pp: int, microbatches: int, engine: WithoutPipeline | Pipeline, device: torch.device
+    config: Config, microbatches: int, engine: WithoutPipeline | Pipeline, device: torch.device
 ) -> dict[str, str]:
     """Return the header's lines on PyTorch, GPU memory, compilation, the pipeline and recomputation, by label.
 
     Args:
-        pp: number of pipeline ranks.
         engine: runs the stages; a pipeline's knows the fraction of time in which ranks are idle.
     """
-    rows, options, recompute = {}, config.pipeline, config.activation_checkpoint.mode
+    rows, options, pp, recompute = {}, config.pipeline, config.parallelism.pp, config.activation_checkpoint.mode
     splits = splits_backward(options, pp)
     if not torch.__version__.startswith(tuple(f"{version}." for version in TESTED_VERSIONS)):
         *most, last = TESTED_VERSIONS
