@@ -149,7 +149,7 @@ class PolicyTrainer(Trainer):
             records=True,
             offloads=generation.offload_training,
         )
-        self.prepare_run, training.prepare = training.prepare, self._prepare
+        training.prepare = self._prepare
         self.ending = Stop(generation.max_tokens, tuple(generation.stop), tokenizer.decode)
         self.rewards = Rewards(config.rl) if self.session.rank == 0 else None
         rl = config.rl
@@ -173,17 +173,12 @@ class PolicyTrainer(Trainer):
         return super()._train()
 
     def _prepare(self, training: Training) -> dict[str, str]:
-        """Call the run's own `prepare` and return its header lines by label.
-
-        Rank 0 of a resumed run adds "regenerated": how many completions are generated a second time.
-        """
-        lines = {}
+        """Return header lines by label: on rank 0 of a resumed run how many completions are generated again."""
         rounds = read_records(training.folder.path, ROUNDS) if self.session.rank == 0 else []
         # Rounds of earlier versions have "answers".
         numbers = [one.get("completions", one.get("answers", 0)) for one in rounds if one["step"] > self.step]
-        if count := sum(numbers):
-            lines["regenerated"] = f"{count:,} completions of later steps, which no checkpoint has"
-        return lines | self.prepare_run(training)
+        count = sum(numbers)
+        return {"regenerated": f"{count:,} completions of later steps, which no checkpoint has"} if count else {}
 
     def train_step(self) -> dict[str, Any]:
         """Generate completions if none are left, and make one step. Collective over the world.
