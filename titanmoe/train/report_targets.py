@@ -143,8 +143,6 @@ CHART_GROUPS = {
     "experts": ("imbalance", "router_entropy", "dropped_fraction"),
 }
 """Metrics of each group of charts in TensorBoard and W&B."""
-LOSSES = {"train": ("Loss", "loss"), "smoothed": ("Loss", "smoothed"), "validation": ("Loss", "val_loss")}
-"""Curves of TensorBoard's chart of all losses, as (group, metric)."""
 COLUMNS = 200
 """Largest number of reports that an image of the load shows; older ones are thinned out."""
 
@@ -194,9 +192,10 @@ class TensorBoardWriter:
             if name != "step":
                 self.writer.add_scalar(chart_name(name, self.balance_losses), value, report.step)
         self.writer.add_scalar("train/loss_smoothed", report.smoothed, report.step)
-        for name, (first, value) in LOSSES.items():
-            if (loss := report.smoothed if value == "smoothed" else report.record.get(value)) is not None:
-                self.writer.add_scalar(f"{first}/{name}", loss, report.step)
+        losses = {"train": report.record.get("loss"), "smoothed": report.smoothed}
+        for name, loss in (losses | {"validation": report.record.get("val_loss")}).items():
+            if loss is not None:
+                self.writer.add_scalar(f"Loss/{name}", loss, report.step)
         for layer, load in report.load.items():
             relative_load_E = np.asarray(load) / max(float(np.mean(load)), 1.0)
             history = self.loads.setdefault(layer, [])
