@@ -108,22 +108,18 @@ class Checkpoints:
         Raises:
             ConfigError: they cannot be read or do not fit the run.
         """
-        notes = self._load_start()
+        beginning = self.choose_start(lambda: choose_start(self.options, self.run, self.find_damage))
+        for line in beginning.notes:
+            print_rank_0(f"checkpoint: {line}")
+        if self.saver:
+            self.saver.passed_over = [path for path in beginning.passed_over if path.parent == self.saver.folder]
+        notes = self._start_from_checkpoint(beginning) if beginning.path else self._start_without_checkpoint()
         if note := self._context_note():
             notes["context"] = note
         self.start_step = self.state.step
         if self.saver and (tokenizer := self.loader.mix.tokenizer):
             self._copy_files(partial(_tokenizer_files, tokenizer))
         return notes
-
-    def _load_start(self) -> dict[str, str]:
-        """Choose what to start from and load it; return lines of the header by label. Collective over the world."""
-        beginning = self.choose_start(lambda: choose_start(self.options, self.run, self.find_damage))
-        for line in beginning.notes:
-            print_rank_0(f"checkpoint: {line}")
-        if self.saver:
-            self.saver.passed_over = [path for path in beginning.passed_over if path.parent == self.saver.folder]
-        return self._start_without_checkpoint() if beginning.path is None else self._start_from_checkpoint(beginning)
 
     def _start_without_checkpoint(self) -> dict[str, str]:
         """Load checkpoint.initial_hf if it is set; return lines of the header by label. Collective over the world."""
