@@ -192,10 +192,11 @@ def refuse_live_folder(config: Config) -> None:
 
     A run that takes a new folder is never refused.
     """
+    if not choose_checkpoint.is_resumable(config.checkpoint):
+        return
     folder = choose_checkpoint.run_folder(config.job)
-    if choose_checkpoint.is_resumable(config.checkpoint):
-        refuse_links(folder, config.checkpoint.folder)
-    if choose_checkpoint.is_resumable(config.checkpoint) and (folder / LOCK).exists():
+    refuse_links(folder, config.checkpoint.folder)
+    if (folder / LOCK).exists():
         with contextlib.suppress(OSError):  # `claim_folder` says what is wrong with the folder
             _open_lock(folder).close()
 
@@ -214,25 +215,26 @@ def rewind(folder: Path, step: int) -> None:
             if (file := folder / name).exists():
                 os.rename(file, folder / f"{file.stem}-{n}.jsonl")
     for name in FILES:
-        file = folder / name
-        lines = _read_lines(folder, name) if file.exists() else []
+        lines = _read_lines(folder, name)
         remaining = [line for line in lines if _is_still_true(line, step)]
         if len(remaining) < len(lines):
             fresh = folder / f"{name}.new"
             layout.write_text(fresh, "".join(remaining))
-            os.replace(fresh, file)
+            os.replace(fresh, folder / name)
 
 
 def read_records(folder: Path, name: str) -> list[dict[str, Any]]:
     """Return the parsed lines of a run's JSONL file, without those that a kill cut off; [] if there is no such file."""
     records = []
-    for line in _read_lines(folder, name) if (folder / name).exists() else []:
+    for line in _read_lines(folder, name):
         with contextlib.suppress(ValueError):
             records.append(json.loads(line))
     return records
 
 
 def _read_lines(folder: Path, name: str) -> list[str]:
+    if not (folder / name).exists():
+        return []
     with open(safe_files.open_in(folder, name), encoding="utf-8", errors="replace") as stream:
         return stream.read().splitlines(keepends=True)
 
