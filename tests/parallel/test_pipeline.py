@@ -130,8 +130,8 @@ def forward_alone(changes: dict[str, Any]) -> tuple[float, float, dict[str, torc
         all_reduce(loss, trainer.training.meshes.world) / trainer.training.meshes.tp.size for loss in losses
     )
     assert torch.equal(alone, again)
-    _, summed = trainer.training.gradients.forward_backward(slices, totals, None)
-    training = summed.loss / trainer.training.meshes.tp.size
+    local = trainer.training.gradients.forward_backward(slices, totals, None)
+    training = all_reduce(local.loss, trainer.training.meshes.world) / trainer.training.meshes.tp.size
     trainer.training.gradients.finish_gradients()
     grads = parity.whole(
         {name: p.grad for name, p in trainer.training.parameters.items()}, dist.get_rank(), trainer.training.fold

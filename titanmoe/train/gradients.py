@@ -74,6 +74,8 @@ class StepScalars:
     mtp_loss: float
     stop: bool
     """Whether any rank asked for training to end after this step."""
+    repeats: float
+    """Number of ranks on which a buffer of fixed size was too small."""
     norm: float
     """Gradient norm before clipping."""
     tokens: float
@@ -190,11 +192,11 @@ class Gradients:
     """Computation of a step's gradients, summed over all ranks, and of the numbers reported with them.
 
         sums                    a step of the trainer, made twice if a buffer was too small
-          forward_backward        begin_step, add, sums of scalars over the ranks
+          forward_backward        begin_step, add
             add                     the engine's microbatches, divided by the step's divisor
-          _finish                 finish_gradients, the norm, and one transfer of all scalars to the host
+          reduce                  finish_gradients, sums, the norm, and one transfer of all scalars to the host
 
-    titanmoe.session calls begin_step, add and reduce instead, which ends in _finish too.
+    titanmoe.session calls begin_step, add and reduce instead.
     """
 
     stages: list[Transformer]
@@ -231,9 +233,9 @@ class Gradients:
         first_pass = self.first_pass
         while True:
             observe.active.phase("forward_backward", self.state.step)
-            local, summed = self.forward_backward(work.slices, work.totals, first_pass, wants_to_stop)
-            sums, repeats = self._finish(local, summed, work.totals, self.objective.metrics, self.objective.constant)
-            if first_pass is None or not first_pass.must_repeat(repeats):
+            local = self.forward_backward(work.slices, work.totals, first_pass, wants_to_stop)
+            sums = self.reduce(local, work.totals, self.objective.metrics, self.objective.constant)
+            if first_pass is None or not first_pass.must_repeat(sums.scalars.repeats):
                 return sums
             first_pass.repeats += 1
             self.drop()
@@ -242,7 +244,8 @@ class Gradients:
     def reduce(self, local: PassSums, totals: Totals, metrics: Sequence[str], constant: float) -> StepSums:
         """Sum the gradients of all `add` calls of a step over the ranks, in `.grad`, and return the step's sums.
 
-        Call it once. Collective over the world.
+        Call it once. Collective over the world. Waits for all scalars, in one transfer to the host, the only one of a
+        step outside its dispatchers; the norm and the statistics of the MoE layers are returned on the device too.
 
         Args:
             local: the sum over these calls of what `add` returned.
@@ -250,23 +253,7 @@ class Gradients:
             metrics: names of the numbers in `local.metrics`.
             constant: what is added to the reported loss (`Objective.constant`).
         """
-        summed = PassSums(**sum_together(vars(local), self.meshes.world))
-        return self._finish(local, summed, totals, metrics, constant)[0]
-
-    def _finish(
-        self, local: PassSums, summed: PassSums, totals: Totals, metrics: Sequence[str], constant: float
-    ) -> tuple[StepSums, float]:
-        """Complete the sums of gradients; return the step's sums, and the number of ranks with too small buffers.
-
-        Collective over the world. Waits for all scalars, in one transfer to the host, the only one of a step outside
-        its dispatchers; the norm and the statistics of the MoE layers are returned on the device too.
-
-        Args:
-            local: this rank's sums.
-            summed: the same, summed over the world and not yet divided by tp.
-            metrics: names of the numbers in `summed.metrics`.
-            constant: what is added to the reported loss (`Objective.constant`).
-        """
+        summed = sum_together(vars(local), self.meshes.world)
         self.finish_gradients()
         observe.active.phase("optimizer", self.state.step)
         norm = grad_norm(self.trained, self.meshes.world, self.tied.names, self.device)
@@ -276,7 +263,7 @@ class Gradients:
         rows = dict(zip(self.blocks, experts, strict=True))
         by_block = {} if logits is None else {"max_logits": logits.amax(1)}
         by_layer = {f"layer {number}": row for number, row in rows.items()}
-        known = to_host(vars(totals) | vars(summed) | {"norm": norm} | by_layer | by_block)
+        known = to_host(vars(totals) | summed | {"norm": norm} | by_layer | by_block)
         # All ranks of a tp group of the last stage compute the same loss, and other stages none. So a loss or a metric
         # that is summed over the world is tp times what it should be, and is divided by tp here. Gradients are not: the
         # collectives' backwards take the losses of a tp group as one (titanmoe.comm.collectives).
@@ -285,6 +272,7 @@ class Gradients:
             loss=known["loss"] / tp + constant,
             mtp_loss=known["mtp_loss"] / tp,
             stop=bool(known["stop"]),
+            repeats=known["repeat"],
             norm=known["norm"],
             tokens=known["tokens"],
             divisor=known["divisor"],
@@ -294,7 +282,7 @@ class Gradients:
             metrics={name: x / tp for name, x in zip(metrics, known["metrics"], strict=True)},
         )
         on_device = {number: self.layout.read(row) for number, row in rows.items()}
-        return StepSums(scalars, norm, on_device, local, logits), known["repeat"]
+        return StepSums(scalars, norm, on_device, local, logits)
 
     def begin_step(self, totals: Totals) -> None:
         """Set the layers' counts of tokens and loads to 0, and give the layers the step's number and its totals.
@@ -354,10 +342,10 @@ class Gradients:
         totals: Totals,
         first_pass: SharedBuffers | None = None,
         wants_to_stop: Callable[[], bool] = lambda: False,
-    ) -> tuple[PassSums, PassSums]:
-        """Run a step's microbatches forward and backward; return this rank's sums, and their sum over all ranks.
+    ) -> PassSums:
+        """Run a step's microbatches forward and backward; return this rank's sums. Collective over the world.
 
-        Collective over the world. `finish_gradients` has yet to complete the gradients.
+        `reduce` has yet to complete the gradients.
 
         Args:
             first_pass: buffers of fixed size that the dispatchers use; None for none.
@@ -369,7 +357,7 @@ class Gradients:
         local.stop = torch.full_like(local.loss, wants_to_stop())
         if first_pass:
             local.repeat = first_pass.needs_repeat.to(local.loss.dtype)
-        return local, PassSums(**sum_together(vars(local), self.meshes.world))
+        return local
 
     @named("finish gradients")
     def finish_gradients(self) -> None:
