@@ -30,7 +30,7 @@ from titanmoe.checkpoint.hf import config_json as configs
 from titanmoe.checkpoint.hf import convert_command  # noqa: F401 (what a conversion imports is not its growth)
 from titanmoe.checkpoint.hf.convert import to_hf  # noqa: F401
 from titanmoe.checkpoint.hf.quantised import BLOCKS, SCALE, SCALES
-from titanmoe.checkpoint.hf.safetensors_folder import FilePlan, Shape, write_file
+from titanmoe.checkpoint.hf.safetensors_folder import Shape, write_file
 from titanmoe.checkpoint.hf.tensor_map import TensorMap, our_shapes
 from titanmoe.checkpoint.hf.upcycle import UpcycledWeights  # noqa: F401
 from titanmoe.checkpoint.hf.weight_sources import open_weights
@@ -78,7 +78,7 @@ def make_folder(folder: Path, model: Model, low_precision: bool = False) -> Path
             sizes[name + SCALE] = tuple(-(-n // 128) for n in shape), torch.float32
     if low_precision:
         config["quantization_config"] = {"quant_method": "mxfp4"} if mxfp4 else FP8
-    write_file(folder / "model.safetensors", FilePlan(sizes), lambda n, at, shape: random(n, at, shape, sizes[n][1]))
+    write_file(folder / "model.safetensors", sizes, lambda n, at, shape: random(n, at, shape, sizes[n][1]))
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 

@@ -83,7 +83,7 @@ def test_memory_does_not_grow_with_the_number_of_experts(tmp_path: Path) -> None
 
 
 def test_a_planned_tensor_that_is_not_written_is_named(tmp_path: Path) -> None:
-    plan = safetensors_folder.FilePlan(dict.fromkeys(("a", "b"), ((2,), torch.float32)))
+    plan = dict.fromkeys(("a", "b"), ((2,), torch.float32))
     file = tmp_path / "x.safetensors"
     with (
         pytest.raises(RuntimeError, match=r"x\.safetensors: b was not written, of 1 such tensors"),

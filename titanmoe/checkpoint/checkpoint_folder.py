@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from operator import sub
 from pathlib import Path
@@ -66,56 +66,34 @@ def save(
     Raises:
         CheckpointError: on all ranks, if anything fails on one.
     """
+    progress = progress or SaveProgress()
     first = group is None or dist.get_rank(group) == 0
     unfinished = target.with_name(target.name + layout.WRITING)
     try:
-        _save(
-            target,
-            unfinished,
-            shards,
-            manifest,
-            group=group,
-            carried=carried,
-            progress=progress or SaveProgress(),
-            finite=finite,
+        on_all_ranks(group, lambda: progress(f"making {unfinished}", layout.make_empty, unfinished) if first else None)
+        on_all_ranks(group, lambda: _check_visible(unfinished))
+        writer = CheckpointWriter(unfinished, progress, finite)
+        try:
+            with warnings.catch_warnings() if group is None else contextlib.nullcontext():
+                if group is None:  # with a group this may be a thread, where filters must not change
+                    warnings.simplefilter("ignore")  # of torch, that only one process saves
+                dcp.save(dict(shards), storage_writer=writer, planner=ShardPlanner(shards), process_group=group)
+        except dcp.CheckpointException as failure:
+            raise _save_error(failure, target) from None
+        on_all_ranks(group, lambda: writer.copy_files(carried or {}) if first else None)
+        # Read back what was written, to find a byte that the file system lost before anyone relies on it.
+        sums = on_all_ranks(
+            group, lambda: progress(f"reading back {writer.current_file}", layout.check_files, unfinished, writer.sums)
         )
+
+        def publish() -> None:
+            layout.publish(unfinished, target, manifest({name: s for some in sums for name, s in some.items()}))
+
+        on_all_ranks(group, lambda: progress(f"publishing {target}", publish) if first else None)
     except CheckpointError:  # raised on all ranks, so none of them is still writing
         if first:
             layout.erase_incomplete(unfinished)
         raise
-
-
-def _save(
-    target: Path,
-    unfinished: Path,
-    shards: TensorsToSave,
-    manifest: Callable[[dict[str, Checksum]], Manifest],
-    *,
-    group: Group,
-    carried: Mapping[str, Path] | None,
-    progress: SaveProgress,
-    finite: bool,
-) -> None:
-    first = group is None or dist.get_rank(group) == 0
-    on_all_ranks(group, lambda: progress(f"making {unfinished}", layout.make_empty, unfinished) if first else None)
-    on_all_ranks(group, lambda: _check_visible(unfinished))
-    writer = CheckpointWriter(unfinished, progress, finite)
-    try:
-        with _without_warning(group):
-            dcp.save(dict(shards), storage_writer=writer, planner=ShardPlanner(shards), process_group=group)
-    except dcp.CheckpointException as failure:
-        raise _save_error(failure, target) from None
-    on_all_ranks(group, lambda: writer.copy_files(carried or {}) if first else None)
-    # Read back what was written, to find a byte that the file system lost before anyone relies on it.
-    sums = on_all_ranks(
-        group, lambda: progress(f"reading back {writer.current_file}", layout.check_files, unfinished, writer.sums)
-    )
-    everything = {name: s for rank_sums in sums for name, s in rank_sums.items()}
-
-    def publish() -> None:
-        layout.publish(unfinished, target, manifest(everything))
-
-    on_all_ranks(group, lambda: progress(f"publishing {target}", publish) if first else None)
 
 
 def _check_visible(unfinished: Path) -> None:
@@ -170,19 +148,17 @@ class StoredTensors:
         """
         blocks_by_file: dict[str, dict[StoredBlock, list[tuple[str, TensorShard]]]] = {}
         for name, shard in targets.values():
-            for block in self._blocks_for(name, shard):
+            try:
+                needed = blocks_covering(self.stored.get(name), shard.shape, shard.offset, shard.sizes)
+            except ValueError as error:
+                raise CheckpointError(f"{self.path} cannot be read: {name} {error}", safe_files.ANOTHER) from None
+            for block in needed:
                 blocks_by_file.setdefault(block.file, {}).setdefault(block, []).append((name, shard))
         for file, blocks in blocks_by_file.items():
             try:
                 safe_files.with_retries(self.path / file, lambda file=file, blocks=blocks: self._fill(file, blocks))
             except Exception as error:
                 raise safe_files.read_error(self.path / file, error) from None
-
-    def _blocks_for(self, name: str, shard: TensorShard) -> list[StoredBlock]:
-        try:
-            return blocks_covering(self.stored.get(name), shard.shape, shard.offset, shard.sizes)
-        except ValueError as error:
-            raise CheckpointError(f"{self.path} cannot be read: {name} {error}", safe_files.ANOTHER) from None
 
     def _fill(self, file: str, blocks: Mapping[StoredBlock, list[tuple[str, TensorShard]]]) -> None:
         with safe_files.open_file(self.path, file) as stream:
@@ -261,14 +237,3 @@ def _save_error(failure: dcp.CheckpointException, target: Path) -> CheckpointErr
     return CheckpointError(
         "; ".join(dict.fromkeys(safe_files.error_text(e) if isinstance(e, OSError) else str(e) for e in errors))
     )
-
-
-@contextlib.contextmanager
-def _without_warning(group: Group) -> Iterator[None]:
-    """Silence torch's warning that only one process saves; with a group, which may be used in a thread, do nothing."""
-    if group is not None:
-        yield
-        return
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield

@@ -26,8 +26,8 @@ from titanmoe.checkpoint.hf.peft_base import compare_base
 from titanmoe.checkpoint.hf.peft_read import is_peft
 from titanmoe.checkpoint.hf.peft_write import CONFIG as ADAPTER_CONFIG
 from titanmoe.checkpoint.hf.peft_write import PeftFolder, plan_peft_folder
-from titanmoe.checkpoint.hf.safetensors_folder import config_and_tokenizer_files, nbytes
-from titanmoe.checkpoint.hf.tensor_map import TensorMap
+from titanmoe.checkpoint.hf.safetensors_folder import config_and_tokenizer_files, nbytes, total_bytes, write_file
+from titanmoe.checkpoint.hf.tensor_map import ReadNamedBlock, TensorMap
 from titanmoe.checkpoint.hf.weight_sources import (
     MergedWeights,
     Weights,
@@ -100,7 +100,7 @@ def write_converted(out: Path, weights: Weights, origin: Path, provenance: str, 
         "versions": {"titanmoe": titanmoe.__version__, "torch": torch.__version__},
     }
     write_checkpoint(out, tensors, record, overwrite, config_and_tokenizer_files(origin), group)
-    return sum(nbytes(*size) for size in weights.tensors.values())
+    return total_bytes(weights.tensors)
 
 
 def assign_by_bytes(sizes: Mapping[str, int], group: Group) -> set[str]:
@@ -165,7 +165,7 @@ def to_hf(
         check_digest(merged.adapters, merged.base, merged.name, group)
         if merged.adapters.config is None:
             merged.compared = compare_base(merged.adapters, merged.base, merged.name, group)
-    _write(plan, out, group)
+    _write(plan, plan.export.make, out, group)
     return plan
 
 
@@ -209,7 +209,7 @@ def to_peft(
     if base_name:
         weights = raise_on_all_ranks(group, lambda: open_base_weights(adapters, base_name))
         check_digest(adapters, weights, base_name, group)
-    _write(plan, out, group)
+    _write(plan, plan.make, out, group)
     return plan
 
 
@@ -224,11 +224,15 @@ def _check_files(path: Path, group: Group) -> None:
         raise ConfigError(broken, str(path))
 
 
-def _write(plan: FolderPlan | PeftFolder, out: Path, group: Group) -> None:
+def _write(plan: FolderPlan | PeftFolder, make: ReadNamedBlock, out: Path, group: Group) -> None:
     ranks, rank = size_and_rank(group)
     per_rank = -(-len(plan.files) // ranks)
-    files = list(plan.files)[rank * per_rank : (rank + 1) * per_rank]
-    make_folder(out, lambda unfinished: plan.write(unfinished, files), plan.complete, group)
+
+    def write(unfinished: Path) -> None:
+        for name in list(plan.files)[rank * per_rank : (rank + 1) * per_rank]:
+            write_file(unfinished / name, plan.files[name], make)
+
+    make_folder(out, write, plan.complete, group)
 
 
 def make_folder(out: Path, write: Callable[[Path], None], complete: Callable[[Path], None], group: Group) -> None:

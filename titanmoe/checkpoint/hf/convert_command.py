@@ -217,22 +217,21 @@ def _checkpoint_or_peft(args: argparse.Namespace) -> Path:
 
 def _to_hf(args: argparse.Namespace, source: Path, dtype: torch.dtype | None, group: Group) -> list[str]:
     from titanmoe.checkpoint.hf import convert
+    from titanmoe.checkpoint.hf.safetensors_folder import total_bytes
 
-    limit = int((args.max_shard_gb or 5) * 10**9)
-    out, base = args.out, args.base or ""
     exported = convert.to_hf(
         source,
-        out,
-        shard_bytes=limit,
+        args.out,
+        shard_bytes=int((args.max_shard_gb or 5) * 10**9),
         tokenizer=args.tokenizer,
         dtype=dtype,
         overwrite=args.overwrite,
         group=group,
-        base_name=base,
+        base_name=args.base or "",
     )
-    count, size = sum(len(f.sizes) for f in exported.files.values()), sum(f.bytes for f in exported.files.values())
+    count, size = sum(map(len, exported.files.values())), format_bytes(total_bytes(*exported.files.values()))
     files = f"{len(exported.files)} file{'s' * (len(exported.files) != 1)}"
-    lines = [f"{out}: {exported.export.map.hf.architecture}, {count} tensors in {files}, {format_bytes(size)}"]
+    lines = [f"{args.out}: {exported.export.map.hf.architecture}, {count} tensors in {files}, {size}"]
     if isinstance(merged := exported.export.weights, convert.MergedWeights):
         lines.append(f"adapters of {len(merged.matrices)} matrices merged into {merged.name}")
         lines += [f"note: {merged.compared}"] * bool(merged.compared)
@@ -248,12 +247,13 @@ def _to_hf(args: argparse.Namespace, source: Path, dtype: torch.dtype | None, gr
 
 def _to_peft(args: argparse.Namespace, source: Path, dtype: torch.dtype | None, group: Group) -> list[str]:
     from titanmoe.checkpoint.hf import convert
+    from titanmoe.checkpoint.hf.safetensors_folder import total_bytes
 
     made = convert.to_peft(
         source, args.out, dtype=dtype, drop=args.drop, overwrite=args.overwrite, group=group, base_name=args.base or ""
     )
-    base, size = made.config["base_model_name_or_path"], sum(file.bytes for file in made.files.values())
-    contents = f"{len(made.tensors)} tensors, {format_bytes(size)}"
+    base = made.config["base_model_name_or_path"]
+    contents = f"{len(made.tensors)} tensors, {format_bytes(total_bytes(*made.files.values()))}"
     lines = [f"{args.out}: adapters for {base or 'a model without a name'}, {contents}"]
     return lines if base else [*lines, "note: it names no base model; --base MODEL does"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -22,11 +22,10 @@ from titanmoe.checkpoint.hf import config_json as configs
 from titanmoe.checkpoint.hf.fetch import INDEX
 from titanmoe.checkpoint.hf.model_card import write_model_card
 from titanmoe.checkpoint.hf.safetensors_folder import (
-    FilePlan,
+    TensorSizes,
     config_and_tokenizer_files,
     index_json,
     split_into_files,
-    write_file,
 )
 from titanmoe.checkpoint.hf.tensor_map import EXPERT_BIAS, Shape, TensorMap
 from titanmoe.checkpoint.hf.weight_sources import ExportSource
@@ -107,7 +106,7 @@ class FolderPlan(NamedTuple):
     """The contents of a Hugging Face folder that is to be written."""
 
     export: Export
-    files: dict[str, FilePlan]
+    files: dict[str, TensorSizes]
     config: dict[str, Any]
     other_files: dict[str, Path]
     """Files to copy, by name."""
@@ -115,11 +114,6 @@ class FolderPlan(NamedTuple):
     """Contents of generation_config.json; None: it is copied as it is, or there is none."""
     card: str = ""
     """Text of the model card; "": there is none."""
-
-    def write(self, folder: Path, files: Sequence[str]) -> None:
-        """Write the safetensors files of these names into a folder; each rank writes some."""
-        for name in files:
-            write_file(folder / name, self.files[name], self.export.make)
 
     def complete(self, folder: Path) -> None:
         """Write config.json, index, tokenizer and model card, and fsync the folder. One rank calls it, at the end."""

@@ -7,7 +7,7 @@ fit in `block_bytes`, or of one; of stacked experts only the expert that a tenso
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -244,21 +244,13 @@ def write_hf_folder(
 
     def write(unfinished: Path) -> None:
         tensors = export.tensors(source)
-        if plan is None:
-            for _ in tensors:
-                pass
-            return
         try:
-            _write_files(unfinished, plan, tensors)
+            for file, contents in plan.files.items() if plan else ():
+                with safetensors_writer(unfinished / file, contents) as write_tensor:
+                    for _, (name, tensor) in zip(contents, tensors, strict=False):
+                        write_tensor(name, [tensor.cpu()])
         finally:
             for _ in tensors:  # the other ranks go on to the end, whatever happened to the files
                 pass
 
     make_folder(out, write, plan.complete if plan else lambda unfinished: None, group)
-
-
-def _write_files(folder: Path, plan: FolderPlan, tensors: Iterable[tuple[str, Tensor | None]]) -> None:
-    for file, contents in plan.files.items():
-        with safetensors_writer(folder / file, contents) as write:
-            for _, (name, tensor) in zip(contents.sizes, tensors, strict=False):
-                write(name, [tensor.cpu()])

@@ -24,7 +24,7 @@ from titanmoe.checkpoint import layout
 from titanmoe.checkpoint.hf.model_card import write_model_card
 from titanmoe.checkpoint.hf.peft_fused import fuse_adapters, fused_matrices, rows_in_fused
 from titanmoe.checkpoint.hf.peft_stacked import AdapterPair, fuse_gate_up
-from titanmoe.checkpoint.hf.safetensors_folder import FilePlan, write_file
+from titanmoe.checkpoint.hf.safetensors_folder import TensorSizes
 from titanmoe.checkpoint.hf.tensor_map import HfPlace, Shape, TensorMap
 from titanmoe.checkpoint.move_in_blocks import slice_of_full
 from titanmoe.checkpoint.read_adapters import Adapters, name_in_block
@@ -64,14 +64,9 @@ class PeftFolder(NamedTuple):
     """Text of the model card; "": there is none."""
 
     @property
-    def files(self) -> dict[str, FilePlan]:
+    def files(self) -> dict[str, TensorSizes]:
         """The one safetensors file of a PEFT folder, by its name."""
-        return {WEIGHTS: FilePlan({name: (x.shape, self.dtype or x.dtype) for name, x in self.tensors.items()})}
-
-    def write(self, folder: Path, files: list[str]) -> None:
-        """Write the safetensors files of these names into a folder; each rank writes some."""
-        for name in files:
-            write_file(folder / name, self.files[name], self.make)
+        return {WEIGHTS: {name: (x.shape, self.dtype or x.dtype) for name, x in self.tensors.items()}}
 
     def make(self, name: str, offset: Shape, shape: Shape) -> Tensor:
         """Return a block of one of the file's tensors in the file's dtype, made from our adapters.

@@ -22,7 +22,7 @@ from torch import Tensor
 from titanmoe.checkpoint import layout, safe_files
 from titanmoe.checkpoint.hf.config_json import read_json
 from titanmoe.checkpoint.hf.fetch import CARRIED, INDEX, SINGLE
-from titanmoe.checkpoint.hf.tensor_map import Shape
+from titanmoe.checkpoint.hf.tensor_map import ReadNamedBlock, Shape
 from titanmoe.checkpoint.move_in_blocks import WRITE_BLOCK_BYTES, split_into_blocks
 from titanmoe.checkpoint.tensor_index import StridedData
 from titanmoe.config.load import ConfigError
@@ -139,15 +139,8 @@ class SafetensorsFolder:
 # ---- writing
 
 
-class FilePlan(NamedTuple):
-    """The contents of a safetensors file that is to be written."""
-
-    sizes: dict[str, tuple[Shape, torch.dtype]]
-    """Shape and dtype of each tensor, by name."""
-
-    @property
-    def bytes(self) -> int:
-        return sum(nbytes(*size) for size in self.sizes.values())
+TensorSizes = Mapping[str, tuple[Shape, torch.dtype]]
+"""Shape and dtype of each tensor, by name, such as those of one safetensors file that is to be written."""
 
 
 def nbytes(shape: Shape, dtype: torch.dtype) -> int:
@@ -155,7 +148,12 @@ def nbytes(shape: Shape, dtype: torch.dtype) -> int:
     return prod(shape) * dtype.itemsize
 
 
-def split_into_files(sizes: Mapping[str, tuple[Shape, torch.dtype]], limit: int) -> dict[str, FilePlan]:
+def total_bytes(*files: TensorSizes) -> int:
+    """Return the bytes of all tensors in some files, without the files' headers."""
+    return sum(nbytes(*size) for tensors in files for size in tensors.values())
+
+
+def split_into_files(sizes: TensorSizes, limit: int) -> dict[str, TensorSizes]:
     """Distribute tensors over files in the order given; return the files by name.
 
     The names are Hugging Face's: model.safetensors, or of several model-00001-of-00002.safetensors and so on.
@@ -173,31 +171,31 @@ def split_into_files(sizes: Mapping[str, tuple[Shape, torch.dtype]], limit: int)
         groups[-1][name] = size
         room -= nbytes(*size)
     if len(groups) == 1:
-        return {SINGLE: FilePlan(groups[0])}
-    return {f"model-{n:05}-of-{len(groups):05}.safetensors": FilePlan(group) for n, group in enumerate(groups, 1)}
+        return {SINGLE: groups[0]}
+    return {f"model-{n:05}-of-{len(groups):05}.safetensors": group for n, group in enumerate(groups, 1)}
 
 
-def index_json(files: Mapping[str, FilePlan]) -> dict[str, Any]:
+def index_json(files: Mapping[str, TensorSizes]) -> dict[str, Any]:
     """Return the contents of model.safetensors.index.json, given the planned safetensors files by name."""
     return {
-        "metadata": {"total_size": sum(tensors.bytes for tensors in files.values())},
-        "weight_map": {name: file for file, tensors in files.items() for name in sorted(tensors.sizes)},
+        "metadata": {"total_size": total_bytes(*files.values())},
+        "weight_map": {name: file for file, tensors in files.items() for name in sorted(tensors)},
     }
 
 
-def write_file(file: Path, tensors: FilePlan, make: Callable[[str, Shape, Shape], Tensor]) -> None:
+def write_file(file: Path, tensors: TensorSizes, make: ReadNamedBlock) -> None:
     """Write a safetensors file block by block; the library's own writer needs all tensors at once.
 
     `make` returns a block of a tensor in its planned dtype on the CPU, given its name, offset and shape.
     """
     with safetensors_writer(file, tensors) as write:
-        for name, (shape, dtype) in tensors.sizes.items():
+        for name, (shape, dtype) in tensors.items():
             blocks = split_into_blocks((0,) * len(shape), shape, dtype.itemsize, WRITE_BLOCK_BYTES)
             write(name, (make(name, offset, sizes) for offset, sizes in blocks))
 
 
 @contextmanager
-def safetensors_writer(file: Path, tensors: FilePlan) -> Iterator[Callable[[str, Iterable[Tensor]], None]]:
+def safetensors_writer(file: Path, tensors: TensorSizes) -> Iterator[Callable[[str, Iterable[Tensor]], None]]:
     """Open a safetensors file to be written; yield a function that writes a tensor. Fsync the file at the end.
 
     The function takes a tensor's name, and the tensor in one or more CPU blocks that follow each other in the file.
@@ -209,18 +207,17 @@ def safetensors_writer(file: Path, tensors: FilePlan) -> Iterator[Callable[[str,
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
-    for name in sorted(tensors.sizes, key=lambda name: -tensors.sizes[name][1].itemsize):
-        shape, dtype = tensors.sizes[name]
+    for name, (shape, dtype) in sorted(tensors.items(), key=lambda item: -item[1][1].itemsize):
         end = at + nbytes(shape, dtype)
         header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [at, end]}
         at = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    missing = dict.fromkeys(tensors.sizes)
+    missing = dict.fromkeys(tensors)
     with open(file, "wb") as stream:
 
         def write(name: str, blocks: Iterable[Tensor]) -> None:
-            shape, dtype = tensors.sizes[name]
+            shape, dtype = tensors[name]
             left = nbytes(shape, dtype)
             stream.seek(8 + len(text) + header[name]["data_offsets"][0])
             for block in blocks:
