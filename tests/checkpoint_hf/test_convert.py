@@ -143,10 +143,9 @@ def test_a_failing_rank_ends_all_and_leaves_nothing(qwen, tmp_path, part):
 
 def _failing(tmp, part):
     """Only rank 1 fails, as if its own machine had a full disk."""
-    from titanmoe.checkpoint.hf import convert, convert_command, export
+    from titanmoe.checkpoint.hf import convert, convert_command
 
-    module = convert if part == "plan_folder" else export
-    healthy, join, destroy = getattr(module, part), convert_command._join, torch.distributed.destroy_process_group
+    healthy, join, destroy = getattr(convert, part), convert_command._join, torch.distributed.destroy_process_group
     convert_command._join = lambda: torch.distributed.group.WORLD
     torch.distributed.destroy_process_group = lambda: None
 
@@ -155,13 +154,13 @@ def _failing(tmp, part):
             raise OSError(28, "No space left on device")
         return healthy(*args)
 
-    setattr(module, part, full)
+    setattr(convert, part, full)
     try:
         with contextlib.redirect_stderr(io.StringIO()) as stderr:
             code = main(["convert", "--to-hf", f"{tmp}/two", f"{tmp}/out", "--max-shard-gb", "0.000016"])
         return code, stderr.getvalue()
     finally:
-        setattr(module, part, healthy)
+        setattr(convert, part, healthy)
         convert_command._join, torch.distributed.destroy_process_group = join, destroy
 
 

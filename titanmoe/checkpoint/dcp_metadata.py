@@ -6,7 +6,6 @@ and is the only one that pickles. Nothing here reads a .metadata: a stranger's r
 
 from __future__ import annotations
 
-import os
 import pickle
 from pathlib import Path
 
@@ -20,10 +19,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from titanmoe.checkpoint import layout, safe_files
+from titanmoe.checkpoint import layout
 from titanmoe.checkpoint.checkpoint_folder import Checkpoint
-from titanmoe.checkpoint.safe_files import CheckpointError
-from titanmoe.files import fsync_folder, write_error
 
 
 def write_dcp_metadata(path: Path) -> int:
@@ -32,8 +29,7 @@ def write_dcp_metadata(path: Path) -> int:
     Raises:
         CheckpointError: files of the checkpoint are missing or have another size, or .metadata cannot be written.
     """
-    if broken := layout.find_damage(path, contents=False):
-        raise CheckpointError("; ".join(broken))
+    layout.require_intact(path)
     stored, size = Checkpoint(path).stored, torch.Size
     tensors = {
         name: TensorStorageMetadata(
@@ -48,15 +44,5 @@ def write_dcp_metadata(path: Path) -> int:
         for name, tensor in stored.items()
         for block in tensor.blocks
     }
-    data, new_file = pickle.dumps(Metadata(tensors, storage_data=places)), path / f"{layout.DCP_METADATA}.new"
-    try:
-        with open(safe_files.open_in(path, new_file.name, safe_files.WRITE), "wb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(new_file, path / layout.DCP_METADATA)
-        fsync_folder(path)
-    except OSError as error:
-        layout.erase(new_file)
-        raise CheckpointError(write_error(new_file, error, len(data))) from None
+    layout.replace_file(path / layout.DCP_METADATA, pickle.dumps(Metadata(tensors, storage_data=places)))
     return len(stored)

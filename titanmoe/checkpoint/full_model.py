@@ -36,16 +36,6 @@ class FullModel:
     """Identity of the tokenizer of its training data; None if the checkpoint does not record it."""
 
 
-def require_intact(path: Path) -> Path:
-    """Return the path of a checkpoint unchanged; CheckpointError if a file is missing or has another size.
-
-    Contents are not read, apart from the manifest's, which must be intact.
-    """
-    if broken := layout.find_damage(path, contents=False):
-        raise CheckpointError("; ".join(broken))
-    return path
-
-
 def find_full_model(path: Path) -> FullModel:
     """Return the model in a run (its latest checkpoint), a checkpoint or a Hugging Face folder. Weights are not read.
 
@@ -63,7 +53,7 @@ def find_full_model(path: Path) -> FullModel:
         seq_len = parsed.json.get("max_position_embeddings") or Config().training.seq_len
         config = Config(model=parsed.model, training=replace(Config().training, seq_len=seq_len))
         return FullModel(path, config, None)
-    path = require_intact(latest_checkpoint(path))
+    path = layout.require_intact(latest_checkpoint(path))
     record = layout.read_manifest(path).record
     refuse_adapters(record, path)
     if "model" not in record.get("config", {}):

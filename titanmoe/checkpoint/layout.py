@@ -11,7 +11,6 @@ Suffixes: .writing (the next start gives it its name if it is complete, else rem
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import re
@@ -87,9 +86,9 @@ def resolve_step(path: Path) -> Path:
     run = path.with_name(name)
     for folder in (run, safe_files.refuse_link(run / "checkpoints")):
         by_step = checkpoints_by_step(folder)
-        steps = (best_step(newest) for newest in newest_first(folder)) if wanted == BEST else [int(wanted)]
-        if (step := next((step for step in steps if step in by_step), None)) is not None:
-            return safe_files.refuse_link(by_step[step])
+        for step in map(best_step, newest_first(folder)) if wanted == BEST else [int(wanted)]:
+            if step in by_step:
+                return safe_files.refuse_link(by_step[step])
     if wanted == BEST:
         why = "keeps no best checkpoint: train it with checkpoint.keep_best, or name a checkpoint"
     else:
@@ -133,11 +132,7 @@ def newest_first(folder: Path, unfinished: bool = False) -> list[Path]:
         names = [name for name in _entries(folder) if _NAME.fullmatch(name.removesuffix(WRITING)) and WRITING in name]
         checkpoints += [folder / name for name in names if safe_files.exists(folder / name / MANIFEST)]
     latest_name = read_latest(folder)
-
-    def rank(path: Path) -> tuple[float, bool, str]:
-        return save_number(path), path.name == latest_name, path.name
-
-    return sorted(checkpoints, key=rank, reverse=True)
+    return sorted(checkpoints, key=lambda path: (save_number(path), path.name == latest_name, path.name), reverse=True)
 
 
 def save_number(path: Path) -> float:
@@ -160,10 +155,18 @@ def find_damage(folder: Path, files: Iterable[str] | None = None, contents: bool
         CheckpointError: the manifest is missing or damaged; Unreadable if the disk does not answer.
     """
     expected = read_manifest(folder).files
-    lines = (
-        _damage_of(folder, name, expected[name], contents) for name in sorted(expected if files is None else files)
-    )
-    return [line for line in lines if line]
+    names = sorted(expected if files is None else files)
+    return [line for name in names if (line := _damage_of(folder, name, expected[name], contents))]
+
+
+def require_intact(path: Path) -> Path:
+    """Return the path of a checkpoint unchanged; CheckpointError if a file is missing or has another size.
+
+    Contents are not read, apart from the manifest's, which must be intact.
+    """
+    if broken := find_damage(path, contents=False):
+        raise CheckpointError("; ".join(broken))
+    return path
 
 
 def _damage_of(folder: Path, name: str, expected: Checksum, contents: bool) -> str:
@@ -298,9 +301,8 @@ def leftover_bytes(folder: Path) -> int:
 
 def check_files(folder: Path, files: dict[str, Checksum]) -> dict[str, Checksum]:
     """Read files of a folder back from disk and return `files`; CheckpointError if one has another size or CRC-32."""
-    if broken := [
-        line for name, expected in files.items() if (line := _damage_of(folder, name, expected, contents=True))
-    ]:
+    lines = (_damage_of(folder, name, expected, contents=True) for name, expected in files.items())
+    if broken := list(filter(None, lines)):
         raise CheckpointError("; ".join(broken))
     return files
 
@@ -311,10 +313,7 @@ def publish(unfinished: Path, target: Path, manifest: Manifest) -> None:
     A kill at any moment leaves either no manifest, or a complete checkpoint that lacks only its name. What `target` was
     before is removed. Raises a CheckpointError or OSError if that fails.
     """
-    new_file = unfinished / f"{MANIFEST}.new"
-    write_text(new_file, manifest.text())
-    os.rename(new_file, unfinished / MANIFEST)
-    fsync_folder(unfinished)
+    replace_file(unfinished / MANIFEST, manifest.text().encode())
     _rename_into_place(unfinished, target)
 
 
@@ -331,10 +330,7 @@ def _rename_into_place(unfinished: Path, target: Path) -> list[str]:
 
 def write_latest(folder: Path, name: str) -> None:
     """Write the name of a run's latest checkpoint to the file `latest` in the checkpoints' folder, atomically."""
-    new_file = folder / f"{LATEST}.new"
-    write_text(new_file, name + "\n")
-    os.replace(new_file, folder / LATEST)
-    fsync_folder(folder)
+    replace_file(folder / LATEST, f"{name}\n".encode())
 
 
 def remove_old(folder: Path, newest: Path, keep_last: int, keep_every: int, best_step: int = -1) -> list[str]:
@@ -406,18 +402,31 @@ def erase(path: Path) -> list[str]:
 def write_text(file: Path, text: str) -> None:
     """Write a text file, never through a link, and fsync it; CheckpointError if that fails, as on a full disk."""
     try:
-        with open(safe_files.open_in(file.parent, file.name, safe_files.WRITE), "w", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
+        _write(file, text.encode())
     except OSError as error:  # which has the name only if opening failed
         raise CheckpointError(write_error(file, error, len(text.encode()))) from None
 
 
+def replace_file(file: Path, data: bytes) -> None:
+    """Write a file completely or not at all, through FILE.new; CheckpointError if that fails, as on a full disk."""
+    new_file = file.with_name(f"{file.name}.new")
+    try:
+        _write(new_file, data)
+        os.replace(new_file, file)
+        fsync_folder(file.parent)
+    except OSError as error:
+        erase(new_file)
+        raise CheckpointError(write_error(new_file, error, len(data))) from None
+
+
+def _write(file: Path, data: bytes) -> None:
+    with open(safe_files.open_in(file.parent, file.name, safe_files.WRITE), "wb") as stream:
+        stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
 def next_save_number(folder: Path) -> int:
     """Return the number for a new checkpoint's manifest: one more than the highest readable one in the folder, or 1."""
-    numbers = [0]
-    for path in checkpoints_by_step(folder).values():
-        with contextlib.suppress(CheckpointError):
-            numbers.append(read_manifest(path).number)
-    return 1 + max(numbers)
+    numbers = map(save_number, checkpoints_by_step(folder).values())
+    return 1 + int(max((number for number in numbers if number < math.inf), default=0))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from titanmoe.checkpoint import layout, safe_files
 from titanmoe.checkpoint.checkpoint_command import latest_checkpoint
-from titanmoe.checkpoint.full_model import FullModel, find_full_model, require_intact
+from titanmoe.checkpoint.full_model import FullModel, find_full_model
 from titanmoe.config import ConfigError
 from titanmoe.config.blocks import moe_layers
 from titanmoe.config.component_kinds import ComponentError, Components
@@ -85,7 +85,7 @@ def find_model(path: Path | None, adapter: Path | None = None) -> TrainedModel:
     from titanmoe.checkpoint.hf.weight_sources import is_hf, open_adapters, open_base_weights
 
     if not is_peft(adapter):
-        adapter = require_intact(latest_checkpoint(adapter))
+        adapter = layout.require_intact(latest_checkpoint(adapter))
     adapters, base_name = open_adapters(adapter, str(path or ""))
     open_base_weights(adapters, base_name)
     full = TrainedModel(**vars(find_full_model(weights_folder(base_name) if is_hf(base_name) else Path(base_name))))

@@ -1,17 +1,52 @@
-"""Adapters of weights that transformers fuses in one matrix, such as queries and their gate: PEFT has one for all.
+"""Convert adapters of weights that transformers has in one parameter: PEFT has one adapter for all of them.
 
 Merging n adapters of rank r gives one of rank n * r: its A stacks the rows of theirs, and its B is block diagonal, zero
-where one adapter would reach another's outputs. With n times the alpha it computes the same.
+where one adapter would reach another's outputs. With n times the alpha it computes the same. This is how queries are
+fused with their gate, and gate with up of stacked experts (`target_parameters`), of which PEFT's A is (experts * r,
+inputs), one expert after the other, and its B (outputs, r * experts), with the experts next to each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from titanmoe.checkpoint.hf.tensor_map import TensorMap
+
+Rows = Tensor | slice
+"""The row numbers of a weight in the parameter that fuses it with others."""
+
+
+class AdapterPair(NamedTuple):
+    """The adapter of one weight, or the adapters of one weight of all experts."""
+
+    down: Tensor
+    """A: (r, inputs) or (experts, r, inputs)."""
+    up: Tensor
+    """B: (outputs, r) or (experts, outputs, r)."""
+
+    def to_peft(self) -> AdapterPair:
+        """Return A and B of experts in the shapes of PEFT's files: (experts * r, inputs) and (outputs, r * experts)."""
+        return AdapterPair(self.down.flatten(0, 1), self.up.permute(1, 2, 0).flatten(1))
+
+    def widened(self, rank: int) -> AdapterPair:
+        """Return adapters of a larger rank that compute the same: A and B padded with zeros."""
+        more = rank - self.down.shape[-2]
+        if not more:
+            return self
+        return AdapterPair(functional.pad(self.down, (0, 0, 0, more)), functional.pad(self.up, (0, more)))
+
+
+def from_peft(down: Tensor, up: Tensor, experts: int) -> AdapterPair:
+    """Return A (experts, r, inputs) and B (experts, outputs, r), from A and B in the shapes of PEFT's files.
+
+    Those are (experts * r, inputs) and (outputs, r * experts).
+    """
+    return AdapterPair(down.unflatten(0, (experts, -1)), up.unflatten(1, (-1, experts)).permute(2, 0, 1))
 
 
 def fused_matrices(map_: TensorMap, name: str) -> list[str]:
@@ -25,43 +60,54 @@ def rows_in_fused(map_: TensorMap, name: str) -> Tensor:
     return map_.rows(map_.places[name][0].hf_tensor, 0, map_.our_shapes[name][0])
 
 
-def fuse_adapters(
-    pairs: Iterable[tuple[Tensor, Tensor]], rows: Iterable[Tensor], outputs: int
-) -> tuple[Tensor, Tensor]:
-    """Merge the adapters of several weights into A and B of the one matrix that transformers fuses them in.
+def gate_up_rows(outputs: int, interleaved: bool) -> tuple[slice, slice]:
+    """Return the rows of gate, then of up, in the weight of `outputs` rows that fuses them.
 
-    With R the sum of the weights' ranks, A is (R, inputs) and B (outputs, R).
+    With `interleaved` gate and up rows alternate; if not, gate's come first.
+    """
+    if interleaved:
+        return slice(0, None, 2), slice(1, None, 2)
+    return slice(0, outputs // 2), slice(outputs // 2, None)
+
+
+def fuse_adapters(pairs: Iterable[AdapterPair], rows: Iterable[Rows], outputs: int) -> AdapterPair:
+    """Merge the adapters of several weights into one of the parameter that fuses them, whose rank is the sum of theirs.
 
     Args:
-        pairs: A (r, inputs) and B (outputs, r) of each weight.
-        rows: the row numbers of each weight in the fused matrix.
-        outputs: number of rows of the fused matrix.
+        pairs: the adapters of each weight.
+        rows: the rows of each weight in the fused parameter.
+        outputs: number of rows of the fused parameter.
     """
     downs, ups = zip(*pairs, strict=True)
-    down, begin = torch.cat(downs), 0
-    up = ups[0].new_zeros(outputs, len(down))
+    down, begin = torch.cat(downs, -2), 0
+    up = ups[0].new_zeros(*ups[0].shape[:-2], outputs, down.shape[-2])
     for block, row in zip(ups, rows, strict=True):
-        up[row, begin : begin + block.shape[1]] = block
-        begin += block.shape[1]
-    return down, up
+        up[..., row, begin : begin + block.shape[-1]] = block
+        begin += block.shape[-1]
+    return AdapterPair(down, up)
 
 
-def split_fused_adapters(down: Tensor, up: Tensor, rows: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Split the adapter of a fused matrix into A and B of each weight in it, by name.
+def is_block_diagonal(fused: AdapterPair, rows: Sequence[Rows]) -> bool:
+    """Return whether B is zero where one weight's slice of the rank would change another's outputs.
 
-    Weights for whose rows B is zero are left out, unless B is zero for all. If B is block diagonal each gets a slice of
-    the rows of A, in the order of `rows`; otherwise all get the full A.
+    `rows` are the rows of each weight in the fused parameter. False if they cannot have equal slices of the rank.
+    """
+    rank, rest = divmod(fused.up.shape[-1], len(rows))
+    return not rest and not any(
+        fused.up[..., row, : rank * i].any() or fused.up[..., row, rank * (i + 1) :].any() for i, row in enumerate(rows)
+    )
+
+
+def split_adapters(fused: AdapterPair, rows: Sequence[Rows], block_diagonal: bool) -> list[AdapterPair]:
+    """Return the adapters of each weight from the one of the parameter that fuses them.
 
     Args:
-        down: A of the fused matrix.
-        up: B of the fused matrix.
-        rows: the row numbers of each weight in the fused matrix, by the weight's name.
+        fused: adapters of the fused parameter.
+        rows: the rows of each weight in it.
+        block_diagonal: whether B is block diagonal, so that each gets an equal slice of the rank; if not, all get the
+            full A.
     """
-    ups = {name: up[row] for name, row in rows.items()}
-    ups = {name: block for name, block in ups.items() if block.any()} or ups
-    rank, rest = divmod(len(down), len(ups))
-    columns = {name: slice(rank * i, rank * (i + 1)) for i, name in enumerate(ups)}
-    others = (block.clone().index_fill_(1, torch.arange(len(down))[columns[name]], 0) for name, block in ups.items())
-    if rest or any(other.any() for other in others):
-        return {name: (down, block) for name, block in ups.items()}
-    return {name: (down[columns[name]], block[:, columns[name]]) for name, block in ups.items()}
+    if not block_diagonal:
+        return [AdapterPair(fused.down, fused.up[..., row, :]) for row in rows]
+    slices = zip(rows, fused.down.chunk(len(rows), -2), fused.up.chunk(len(rows), -1), strict=True)
+    return [AdapterPair(down, up[..., row, :]) for row, down, up in slices]

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,19 @@ from torch import Tensor
 
 from titanmoe.checkpoint.hf.config_json import hf_format_of, read_json
 from titanmoe.checkpoint.hf.huggingface_source import compress_names
-from titanmoe.checkpoint.hf.peft_fused import fused_matrices, rows_in_fused, split_fused_adapters
-from titanmoe.checkpoint.hf.peft_stacked import AdapterPair, from_peft, is_block_diagonal, split_gate_up
+from titanmoe.checkpoint.hf.peft_fused import (
+    AdapterPair,
+    from_peft,
+    fused_matrices,
+    gate_up_rows,
+    is_block_diagonal,
+    rows_in_fused,
+    split_adapters,
+)
 from titanmoe.checkpoint.hf.peft_write import CONFIG, DOWN, GATE_UP, PREFIX, STACKED, WEIGHTS, module_of
 from titanmoe.checkpoint.hf.safetensors_folder import SafetensorsFolder
 from titanmoe.checkpoint.hf.tensor_map import Shape, TensorMap
-from titanmoe.checkpoint.move_in_blocks import block_slices, slice_of_full
+from titanmoe.checkpoint.move_in_blocks import ReadBlock, block_slices, slice_of_full
 from titanmoe.checkpoint.read_adapters import Adapters, name_in_block
 from titanmoe.checkpoint.write_tensors import LazyTensor
 from titanmoe.config.load import ConfigError
@@ -44,16 +52,8 @@ PLAIN_LORA_VALUES: dict[str, tuple[Any, ...]] = {
 """Keys of adapter_config.json (PEFT 0.21), and the values that stand for plain LoRA on an unchanged base."""
 IGNORED_KEYS = (
     # Read by _Reader, or checked with the tensors.
-    *(
-        "base_model_name_or_path",
-        "revision",
-        "r",
-        "lora_alpha",
-        "use_rslora",
-        "rank_pattern",
-        "alpha_pattern",
-        "target_parameters",
-    ),
+    *("base_model_name_or_path", "revision", "r", "lora_alpha", "use_rslora"),
+    *("rank_pattern", "alpha_pattern", "target_parameters"),
     # Which modules get adapters when PEFT makes them: the file's tensors say it as well.
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
     # What made them, and how they are loaded. Weights are tied in embeddings alone, whose adapters are refused.
@@ -66,16 +66,16 @@ IGNORED_KEYS = (
 """Keys whose values do not change what adapters compute, or that are read elsewhere."""
 BASE_CHANGING_INITS = ("pissa", "olora", "loftq", "corda", "lora_ga")
 """Prefixes of init_lora_weights with which PEFT changes the base weights when it makes adapters."""
-
-
-KINDS = {"alpha_pattern": dict, "rank_pattern": dict, "target_parameters": list}
-"""The types that some keys of adapter_config.json must have unless they are null."""
+KINDS = {
+    "alpha_pattern": (dict, "an object"),
+    "rank_pattern": (dict, "an object"),
+    "target_parameters": (list, "a list"),
+}
+"""The types that some keys of adapter_config.json must have unless they are null, and their names in JSON."""
 PATTERN = re.compile(r"\^?(\.\*)?([\w-]|\\?\.|\\d\+)+(\(\\\.weight\)\?)?")
 """The keys of alpha_pattern that are accepted. PEFT takes them as regular expressions, of which others could take
 exponential time: only module names with a few harmless operators are read."""
 
-
-NAMES = {dict: "an object", list: "a list"}
 MOST_PATTERN = 200
 """Most characters of a key of alpha_pattern."""
 
@@ -139,17 +139,16 @@ class _Reader:
                 self._find_stacked(layer)
             self._add_experts()
             self._refuse_unused_tensors()
-        lora = self._lora() if not self.problems else LoRA()
+        lora = self._lora()
         if self.problems:
             raise ConfigError(self.problems, str(self.path))
-        dropout = float(self.settings.get("lora_dropout") or 0.0)
         return Adapters(
             path=self.path,
             model=self.model,
             lora=lora,
             tensors=self.tensors,
             base=base_name_of(self.path),
-            dropout=dropout,
+            dropout=float(self.settings.get("lora_dropout") or 0.0),
         )
 
     def _refuse_unused_tensors(self) -> None:
@@ -206,17 +205,21 @@ class _Reader:
     def _add_fused(self, names: list[str]) -> None:
         """Split the adapter of a fused matrix into those of our weights; add these to `tensors` and `alphas`.
 
-        `names` are our names of the weights in the matrix. Does nothing if it has no adapter.
+        `names` are our names of the weights in the matrix. Does nothing if it has no adapter. Weights for whose rows B
+        is zero get no adapter, unless B is zero for all. Each gets its own rows of A if B is block diagonal; otherwise
+        all get the full A.
         """
         place = self.map.places[names[0]][0]
         if not (keys := self._tensor_keys(names[0], self.map.hf_shapes[place.hf_name][0])):
             return
-        both = [self._read_full(keys[leaf][0]) for leaf in "AB"]
+        fused = AdapterPair(*(self._read_full(keys[leaf][0]) for leaf in "AB"))
         rows = {name: rows_in_fused(self.map, name) for name in names}
-        for name, pair in split_fused_adapters(*both, rows).items():
+        rows = {name: row for name, row in rows.items() if fused.up[row].any()} or rows
+        pairs = split_adapters(fused, [*rows.values()], is_block_diagonal(fused, [*rows.values()]))
+        for name, pair in zip(rows, pairs, strict=True):
             for adapter, tensor in zip(adapter_names(name), pair, strict=True):
                 self.tensors[adapter] = LazyTensor(tuple(tensor.shape), tensor.dtype, slice_of_full(lambda x=tensor: x))
-            self.alphas[name] = self._alpha(module_of(place), len(pair[0]) / len(both[0]))
+            self.alphas[name] = self._alpha(module_of(place), len(pair.down) / len(fused.down))
 
     def _add_unfused(self, name: str) -> None:
         *experts, outputs, inputs = self.map.our_shapes[name]
@@ -288,7 +291,7 @@ class _Reader:
         if self.problems:
             return
         block_diagonal = all(
-            is_block_diagonal(self._pair(pairs[GATE_UP], self.map.our_shapes[f"{block}.w1"][0]), self.interleaved)
+            is_block_diagonal(*self._stacked_pair(pairs[GATE_UP], self.map.our_shapes[f"{block}.w1"][0]))
             for block, pairs in self.stacks.items()
             if GATE_UP in pairs
         )
@@ -333,21 +336,23 @@ class _Reader:
         which: int,
         block_diagonal: bool,
     ) -> Tensor:
-        pair = self._pair(keys, experts)
+        pair, rows = self._stacked_pair(keys, experts)
         if parameter == GATE_UP:
-            pair = split_gate_up(pair, self.interleaved, block_diagonal and pair.down.shape[1] != rank)[number]
+            pair = split_adapters(pair, rows, block_diagonal and pair.down.shape[1] != rank)[number]
         return pair.widened(rank)[which]
 
-    def _pair(self, keys: tuple[str, str], experts: int) -> AdapterPair:
-        return from_peft(*map(self._read_full, keys), experts)
+    def _stacked_pair(self, keys: tuple[str, str], experts: int) -> tuple[AdapterPair, tuple[slice, slice]]:
+        """Read the adapters of stacked experts, and return them with the rows of gate and of up if it fuses these."""
+        pair = from_peft(*map(self._read_full, keys), experts)
+        return pair, gate_up_rows(pair.up.shape[1], self.interleaved)
 
     # ---- [lora]
 
     def _mistyped(self) -> Iterator[str]:
         """Yield an error line for each setting of adapter_config.json that has a wrong type or value."""
-        for key, kind in KINDS.items():
+        for key, (kind, kind_name) in KINDS.items():
             if not isinstance(self.settings.get(key) or kind(), kind):
-                yield f"{CONFIG} has {key} = {self.settings[key]!r:.80}, which is not {NAMES[kind]}: write one, or null"
+                yield f"{CONFIG} has {key} = {self.settings[key]!r:.80}, which is not {kind_name}: write one, or null"
                 return
         if not isinstance(self.settings.get("use_rslora", False), bool | None):
             yield f"{CONFIG} has use_rslora = {self.settings['use_rslora']!r:.80}: write true or false"
@@ -389,11 +394,14 @@ class _Reader:
             if given == alpha or not alpha > 0 or not given > 0 or math.frexp(given / alpha)[0] != 0.5:
                 continue
             up = adapter_names(name)[1]
-            shape, dtype, read = self.tensors[up].shape, self.tensors[up].dtype, self.tensors[up].read
-            self.tensors[up] = LazyTensor(shape, dtype, partial(_times, given / alpha, read))
+            read = self.tensors[up].read
+            self.tensors[up] = replace(self.tensors[up], read=partial(_times, given / alpha, read))
             self.alphas[name] = alpha
 
     def _lora(self) -> LoRA:
+        """Return [lora] of the adapters; its defaults if there are `problems`, to which it adds."""
+        if self.problems:
+            return LoRA()
         self._level_alphas()
         ranks: dict[str, dict[int, str]] = {"lora.rank": {}, "lora.experts_rank": {}}
         alphas: dict[float, str] = {}
@@ -416,7 +424,7 @@ class _Reader:
         return LoRA(rank, experts_rank, alpha, rslora, targets=list(self.alphas))
 
 
-def _times(factor: float, read: Callable[[Shape, Shape], Tensor], offset: Shape, shape: Shape) -> Tensor:
+def _times(factor: float, read: ReadBlock, offset: Shape, shape: Shape) -> Tensor:
     return read(offset, shape) * factor
 
 

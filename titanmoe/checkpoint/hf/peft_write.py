@@ -22,8 +22,7 @@ from torch import Tensor
 
 from titanmoe.checkpoint import layout
 from titanmoe.checkpoint.hf.model_card import write_model_card
-from titanmoe.checkpoint.hf.peft_fused import fuse_adapters, fused_matrices, rows_in_fused
-from titanmoe.checkpoint.hf.peft_stacked import AdapterPair, fuse_gate_up
+from titanmoe.checkpoint.hf.peft_fused import AdapterPair, fuse_adapters, fused_matrices, gate_up_rows, rows_in_fused
 from titanmoe.checkpoint.hf.safetensors_folder import TensorSizes
 from titanmoe.checkpoint.hf.tensor_map import HfPlace, Shape, TensorMap
 from titanmoe.checkpoint.move_in_blocks import slice_of_full
@@ -266,14 +265,14 @@ def _fused_tensors(
     outputs, inputs = map_.hf_shapes[place.hf_name]
     rank, dtype = sum(map(adapters.rank, names)), adapters.tensors[adapter_names(names[0])[0]].dtype
 
-    def both() -> tuple[Tensor, Tensor]:
-        pairs = ([read_full(adapter) for adapter in adapter_names(name)] for name in names)
+    def fused() -> AdapterPair:
+        pairs = (AdapterPair(*map(read_full, adapter_names(name))) for name in names)
         return fuse_adapters(pairs, (rows_in_fused(map_, name) for name in names), outputs)
 
     path = f"{PREFIX}{module_of(place)}"
     return {
-        f"{path}.lora_A.weight": LazyTensor((rank, inputs), dtype, slice_of_full(lambda: both()[0])),
-        f"{path}.lora_B.weight": LazyTensor((outputs, rank), dtype, slice_of_full(lambda: both()[1])),
+        f"{path}.lora_A.weight": LazyTensor((rank, inputs), dtype, slice_of_full(lambda: fused().down)),
+        f"{path}.lora_B.weight": LazyTensor((outputs, rank), dtype, slice_of_full(lambda: fused().up)),
     }
 
 
@@ -293,21 +292,20 @@ def _stacked_tensors(adapters: Adapters, map_: TensorMap, name: str, read_full: 
         return {}  # together with w1
     path = f"{PREFIX}{module_of(map_.places[name][0]).rpartition('.')[0]}"
     path += ".base_layer" if leaf == "w1" and f"{block}.w2" in adapters.matrices else ""
+    down, up = (adapters.tensors[adapter] for adapter in adapter_names(name))
+    (experts, rank, inputs), outputs = down.shape, up.shape[1]
+    if leaf == "w1":
+        rank, outputs = 2 * rank, 2 * outputs
 
     def pair() -> AdapterPair:
         gate_or_down = AdapterPair(*map(read_full, adapter_names(name)))
         if leaf == "w2":
             return gate_or_down.to_peft()
-        up = AdapterPair(*map(read_full, adapter_names(f"{block}.w3")))
-        return fuse_gate_up(gate_or_down, up, map_.places[name][0].hf_tensor.stride > 1).to_peft()
+        pairs = gate_or_down, AdapterPair(*map(read_full, adapter_names(f"{block}.w3")))
+        rows = gate_up_rows(outputs, map_.places[name][0].hf_tensor.stride > 1)
+        return fuse_adapters(pairs, rows, outputs).to_peft()
 
-    down, up = (adapters.tensors[adapter] for adapter in adapter_names(name))
-    (experts, rank, inputs), outputs, times = down.shape, up.shape[1], 1 + (leaf == "w1")
     return {
-        f"{path}.lora_A.weight": LazyTensor(
-            (experts * rank * times, inputs), down.dtype, slice_of_full(lambda: pair().down)
-        ),
-        f"{path}.lora_B.weight": LazyTensor(
-            (outputs * times, experts * rank * times), up.dtype, slice_of_full(lambda: pair().up)
-        ),
+        f"{path}.lora_A.weight": LazyTensor((experts * rank, inputs), down.dtype, slice_of_full(lambda: pair().down)),
+        f"{path}.lora_B.weight": LazyTensor((outputs, experts * rank), up.dtype, slice_of_full(lambda: pair().up)),
     }
