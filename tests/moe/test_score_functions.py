@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.moe import test_balance as balance
 from tests.moe.test_router import route, tokens
-from titanmoe.checkpoint.hf.config_json import _violations
+from titanmoe.checkpoint.hf.config_json import violations_of
 from titanmoe.components import COMPONENTS
 from titanmoe.config import ConfigError, load
 from titanmoe.config.component_kinds import ComponentError
@@ -76,9 +76,9 @@ def test_a_recipe_with_one_weight_of_1_is_refused(name: str) -> None:
 
 
 def test_a_published_model_with_one_weight_of_1_is_refused() -> None:
-    (violation,) = _violations(Model(top_k=1))
+    (violation,) = violations_of(Model(top_k=1))
     assert "norm_topk = true makes every routing weight 1" in violation.text
-    assert _violations(Model(top_k=1, norm_topk=False)) == []
+    assert violations_of(Model(top_k=1, norm_topk=False)) == []
 
 
 def test_the_kernel_has_the_formulas_of_the_package() -> None:

@@ -71,25 +71,6 @@ def _run_or_error(run: Any, args: argparse.Namespace) -> int:
         return 2
 
 
-def checkpoints_in(path: Path) -> list[Path]:
-    """Return the folders of all checkpoints that a path stands for, in ascending order of step.
-
-    The path of one checkpoint, or RUN:best or RUN:STEP, stands for that one, the folder of a run or of its checkpoints
-    for all checkpoints in it. Their manifests are not read.
-
-    Raises:
-        CheckpointError: the folder holds no checkpoint.
-    """
-    path = layout.resolve_step(path)
-    if safe_files.exists(path / layout.MANIFEST):
-        return [path]
-    for folder in (path, safe_files.refuse_link(path / "checkpoints")):
-        if by_step := layout.checkpoints_by_step(folder):
-            return list(by_step.values())
-    layout.read_manifest(path)  # says what it is instead
-    return []
-
-
 def latest_checkpoint(path: Path) -> Path:
     """Return the path of a checkpoint, or of the last one written in a run's folder whose manifest can be read.
 
@@ -100,7 +81,7 @@ def latest_checkpoint(path: Path) -> Path:
         CheckpointError: the folder holds no checkpoint, or the latest is a symbolic link.
     """
     path = layout.resolve_step(path)
-    checkpoints = checkpoints_in(path)
+    checkpoints = layout.checkpoints_in(path)
     if checkpoints == [path]:
         return path
     candidates = layout.newest_first(checkpoints[0].parent)
@@ -110,7 +91,7 @@ def latest_checkpoint(path: Path) -> Path:
 
 
 def _list(args: argparse.Namespace) -> int:
-    checkpoints = checkpoints_in(args.RUN)
+    checkpoints = layout.checkpoints_in(args.RUN)
     newest = latest_checkpoint(args.RUN)
     best = layout.best_step(newest)
     rows = [("step", "made", "size", "tokens", "attention", "experts", "")]
@@ -170,7 +151,7 @@ def _inspect(args: argparse.Namespace) -> int:
 
 def _verify(args: argparse.Namespace) -> int:
     damaged = 0
-    for path in [latest_checkpoint(args.RUN)] if args.latest else checkpoints_in(args.RUN):
+    for path in [latest_checkpoint(args.RUN)] if args.latest else layout.checkpoints_in(args.RUN):
         try:
             broken = layout.find_damage(path if path == args.RUN else safe_files.refuse_link(path))
             read = format_bytes(sum(s.bytes for s in layout.read_manifest(path).files.values()))

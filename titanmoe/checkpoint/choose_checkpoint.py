@@ -175,16 +175,11 @@ def start_from_path(path: Path, damage: Callable[[Path], list[str]]) -> StartPoi
         CheckpointError: there is no checkpoint, or none is intact.
     """
     path = layout.resolve_step(path)
-    if safe_files.exists(path / layout.MANIFEST):
-        _check_intact(path, damage)
-        return StartPoint(path)
-    for folder in (path, safe_files.refuse_link(path / "checkpoints")):
-        if layout.checkpoints_by_step(folder):
-            return _newest_intact(folder, damage, is_own_run=False)
-    layout.read_manifest(path)  # says what the folder is instead
-    raise CheckpointError(
-        f"checkpoint.load = {path} contains no checkpoint: name the folder of a run or of a checkpoint"
-    )
+    checkpoints = layout.checkpoints_in(path)
+    if checkpoints != [path]:
+        return _newest_intact(checkpoints[0].parent, damage, is_own_run=False)
+    _check_intact(path, damage)
+    return StartPoint(path)
 
 
 def _check_intact(path: Path, damage: Callable[[Path], list[str]]) -> None:

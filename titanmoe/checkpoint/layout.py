@@ -105,6 +105,24 @@ def checkpoints_by_step(folder: Path) -> dict[int, Path]:
     return dict(sorted(by_step.items()))
 
 
+def checkpoints_in(path: Path) -> list[Path]:
+    """Return the folders of all checkpoints that a path stands for, in ascending order of step.
+
+    The path of one checkpoint, or RUN:best or RUN:STEP, stands for that one, the folder of a run or of its checkpoints
+    for all checkpoints in it. Their manifests are not read.
+
+    Raises:
+        CheckpointError: the folder holds no checkpoint.
+    """
+    path = resolve_step(path)
+    if safe_files.exists(path / MANIFEST):
+        return [path]
+    for folder in (path, safe_files.refuse_link(path / "checkpoints")):
+        if by_step := checkpoints_by_step(folder):
+            return list(by_step.values())
+    raise CheckpointError(_explain_absent(path))
+
+
 def _entries(folder: Path) -> list[str]:
     try:
         return with_retries(folder, lambda: os.listdir(folder))

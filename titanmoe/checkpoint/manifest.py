@@ -50,12 +50,11 @@ class Manifest:
     files: dict[str, Checksum]
     record: dict[str, Any] = field(default_factory=dict)
     """The run's config (under the options' current names), mapping, loader state, tokens and versions."""
-    format: int = FORMAT
 
     def text(self) -> str:
         """Return this manifest as the text of manifest.json, with its SHA-256."""
         files = {name: {"bytes": s.bytes, "crc32": f"{s.crc32:08x}"} for name, s in sorted(self.files.items())}
-        data = {"format": self.format, "step": self.step, "number": self.number, "record": self.record, "files": files}
+        data = {"format": FORMAT, "step": self.step, "number": self.number, "record": self.record, "files": files}
         return with_checksum(json.dumps(data, indent=1))
 
 
@@ -96,7 +95,7 @@ def parse(data: bytes, source: Path) -> Manifest:
             raise ValueError(type_error)
         old_names.rename(content["record"].get("config", {}))
         files = {name: Checksum(s["bytes"], int(s["crc32"], 16)) for name, s in content["files"].items()}
-        return Manifest(content["step"], content["number"], files, content["record"], version)
+        return Manifest(content["step"], content["number"], files, content["record"])
     except RecursionError:
         raise CheckpointError(f"{source} is damaged: lists or objects are nested too deep", ANOTHER) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:

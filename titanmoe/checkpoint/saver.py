@@ -72,7 +72,6 @@ class Saver:
         self.world = dist.group.WORLD if several else None
         """The group for wait(): the writing thread may be stuck in a collective of self.group."""
         self.first = dist.get_rank() == 0
-        self._best_step = -1
         self.begun_step = -1
         """Number of the step whose save began last, complete or not; -1 for none."""
         self._target = folder
@@ -120,7 +119,6 @@ class Saver:
         if gpu is not None:
             torch.cuda.synchronize()
         self._target = self.folder / layout.folder_name(step)
-        self._best_step = record["best"]["step"] if self.options.keep_best else -1
         self._deadline = time.monotonic() + self.options.timeout_s
         # Also when training waits for it: a thread that is stuck in a disk operation cannot check the clock.
         self._thread = threading.Thread(
@@ -192,25 +190,24 @@ class Saver:
         if sys.platform == "linux" and self.options.save == "async":
             with contextlib.suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+        finishing = f"writing {self.folder / layout.LATEST} or removing old checkpoints"
         try:
-            self._write(step, shards, record)
+            save(
+                self._target,
+                shards,
+                lambda sums: self._manifest(step, sums, record),
+                group=self.group,
+                carried=layout.files_in(self.folder / layout.CARRIED),
+                progress=self._progress,
+                finite=True,
+            )
+            on_all_ranks(
+                self.group, lambda: self._progress(finishing, self._finish_save, record) if self.first else None
+            )
         except CheckpointError as error:
             self._failure = str(error)
         except Exception as error:  # such as a lost connection: nobody would see the thread's own traceback
             self._failure = f"{self._target}: {type(error).__name__} {error}"
-
-    def _write(self, step: int, shards: Mapping[str, TensorShard], record: dict[str, Any]) -> None:
-        save(
-            self._target,
-            shards,
-            lambda sums: self._manifest(step, sums, record),
-            group=self.group,
-            carried=layout.files_in(self.folder / layout.CARRIED),
-            progress=self._progress,
-            finite=True,
-        )
-        finishing = f"writing {self.folder / layout.LATEST} or removing old checkpoints"
-        on_all_ranks(self.group, lambda: self._progress(finishing, self._finish_save) if self.first else None)
 
     def _manifest(self, step: int, sums: dict[str, Checksum], record: dict[str, Any]) -> Manifest:
         number = layout.next_save_number(self.folder)
@@ -245,7 +242,8 @@ class Saver:
 
         on_all_ranks(self.group, lambda: copy() if self.first else None)
 
-    def _finish_save(self) -> None:
+    def _finish_save(self, record: dict[str, Any]) -> None:
         layout.write_latest(self.folder, self._target.name)
-        keeps = self.options.keep_last, self.options.keep_every, self._best_step
+        best_step = record["best"]["step"] if self.options.keep_best else -1
+        keeps = self.options.keep_last, self.options.keep_every, best_step
         self._say(layout.remove_old(self.folder, self._target, *keeps))

@@ -11,7 +11,7 @@ config of the run that saved, and `new` or `now` that of this run, both by dotte
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -118,22 +118,20 @@ def keeps_weights(name: str, family: str) -> bool:
     return name in WEIGHT_KEEPING_FIELDS or name.startswith("rope_")
 
 
-def _determines_shapes(path: str, family: str) -> bool:
-    table, _, name = path.partition(".")
-    return table == "model" and not keeps_weights(name, family)
+def _refused_changes(old: Mapping[str, Any], new: Mapping[str, Any], paths: Iterable[str], what: str) -> list[str]:
+    return [
+        f"{path} is {toml_value(new[path])} and was {toml_value(old[path])} when the checkpoint was made: "
+        f"the {what} do not fit; use that value, or start a new run"
+        for path in paths
+        if path in old and old[path] != new[path]
+    ]
 
 
 def refused_shapes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Return an error line for each changed field of [model] by which the model needs weights of other shapes."""
-    return [
-        f"{path} is {toml_value(new[path])} and was {toml_value(old[path])} when the checkpoint was made: "
-        "the weights do not fit; use that value, or start a new run"
-        for path in new
-        if _determines_shapes(path, new["model.family"]) and path in old and old[path] != new[path]
-    ]
-
-
-ADAPTERS = ("lora.rank", "lora.experts_rank", "lora.targets")
+    fields, family = (path for path in new if path.startswith("model.")), new["model.family"]
+    shapes = (path for path in fields if not keeps_weights(path.removeprefix("model."), family))
+    return _refused_changes(old, new, shapes, "weights")
 
 
 def refused_adapters(old: Mapping[str, Any], new: Mapping[str, Any], adapters: bool) -> list[str]:
@@ -145,12 +143,7 @@ def refused_adapters(old: Mapping[str, Any], new: Mapping[str, Any], adapters: b
         adapters: whether this run trains adapters.
     """
     if adapters:
-        return [
-            f"{path} is {toml_value(new[path])} and was {toml_value(old[path])} when the checkpoint was made: the "
-            "adapters do not fit; use that value, or start a new run"
-            for path in ADAPTERS
-            if path in old and old[path] != new[path]
-        ]
+        return _refused_changes(old, new, ("lora.rank", "lora.experts_rank", "lora.targets"), "adapters")
     rank = old.get("lora.rank")
     return [f"the checkpoint has only adapters and none of the weights under them: set lora.rank = {rank}, as it was"]
 
@@ -176,13 +169,14 @@ def refused_record(
         initial_adapter: the PEFT folder from which the run's adapters begin; "" if none.
     """
     old, has_base = flatten_record(record.get("config", {})), "base" in record
+    load = f"with checkpoint.load = {toml_value(str(path))} and checkpoint.model_only = true"
     problems = unknown_fields(old) + refused_shapes(old, now)
     if has_base:
         problems += refused_adapters(old, now, adapters)
     elif adapters and not model_only:
         problems.append(
             "the checkpoint has full weights, and no adapters to go on with: begin a run of another job.name on them, "
-            f"with checkpoint.load = {toml_value(str(path))} and checkpoint.model_only = true"
+            f"{load}"
         )
     if has_base and model_only and initial_adapter:
         problems.append(
@@ -194,8 +188,9 @@ def refused_record(
         how = record.get("made", "not made by a training run")
         text = f"the checkpoint contains only weights ({how}): set checkpoint.model_only = true to begin from them"
         return [*problems, text]
-    problems += refused_optimizer(old, now, path)
-    problems += refused_freeze(old, now, path)
+    restart = f"begin a run of another job.name from its weights, {load}"
+    problems += refused_optimizer(old, now, restart)
+    problems += refused_freeze(old, now, restart)
     return problems + ([] if adapters else refused_weights(old, now))  # a digest says more than a name
 
 
@@ -218,42 +213,39 @@ def refused_weights(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]
     ]
 
 
-def refused_freeze(old: Mapping[str, Any], new: Mapping[str, Any], path: Path) -> list[str]:
+def refused_freeze(old: Mapping[str, Any], new: Mapping[str, Any], restart: str) -> list[str]:
     """Return an error line if training.freeze has changed, so that the checkpoint lacks moments of parameters; else [].
 
-    `path` is the checkpoint's folder, for the message.
+    `restart` is the message's advice on how to use the checkpoint's weights alone.
     """
     before, now = old.get("training.freeze", []), new["training.freeze"]
     if sorted(before) == sorted(now):
         return []
     return [
         f"training.freeze = {toml_value(now)} trains other parameters than the checkpoint has moments of, which was "
-        f"made with {toml_value(before)}: use that list, or begin a run of another job.name from its weights, with "
-        f"checkpoint.load = {toml_value(str(path))} and checkpoint.model_only = true"
+        f"made with {toml_value(before)}: use that list, or {restart}"
     ]
 
 
-def refused_optimizer(old: Mapping[str, Any], new: Mapping[str, Any], path: Path) -> list[str]:
+def refused_optimizer(old: Mapping[str, Any], new: Mapping[str, Any], restart: str) -> list[str]:
     """Return an error line if the checkpoint has other optimizer state than this run keeps; else [].
 
-    That is so if optimizer.name has changed, or optimizer.router_matrix. `path` is the checkpoint's folder, for the
-    message.
+    That is so if optimizer.name has changed, or optimizer.router_matrix. `restart` is the message's advice on how to
+    use the checkpoint's weights alone.
     """
     before, now = old.get("optimizer.name", DEFAULT_OPTIMIZER), new["optimizer.name"]
+    if before != now:
+        return [
+            f"optimizer.name = {toml_value(now)} cannot go on from the moments of {toml_value(before)}, which the "
+            f"checkpoint has: set optimizer.name = {toml_value(before)}, or {restart}"
+        ]
     routers = "optimizer.router_matrix"
-    if before == now and old.get(routers, new[routers]) != new[routers]:
+    if old.get(routers, new[routers]) != new[routers]:
         return [
             f"{routers} = {toml_value(new[routers])} keeps another state of routers than the checkpoint has: set it to "
-            f"{toml_value(old[routers])}, or begin a run of another job.name from its weights, with checkpoint.load = "
-            f"{toml_value(str(path))} and checkpoint.model_only = true"
+            f"{toml_value(old[routers])}, or {restart}"
         ]
-    if before == now:
-        return []
-    return [
-        f"optimizer.name = {toml_value(now)} cannot go on from the moments of {toml_value(before)}, which the "
-        f"checkpoint has: set optimizer.name = {toml_value(before)}, or begin a run of another job.name from its "
-        f"weights, with checkpoint.load = {toml_value(str(path))} and checkpoint.model_only = true"
-    ]
+    return []
 
 
 def changed_fields(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

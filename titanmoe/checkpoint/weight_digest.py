@@ -61,9 +61,8 @@ def digest_in_blocks(name: str, shape: Sizes, read: ReadBlock, dtype: torch.dtyp
     total = 0
     for offset, sizes in split_into_blocks((0,) * len(shape), shape, dtype.itemsize, COPY_BLOCK_BYTES):
         block = read(offset, sizes)
-        for at, rows in split_into_blocks(
-            offset, sizes, torch.int64.itemsize, COPY_BLOCK_BYTES // 8
-        ):  # for each number, a few of int64
+        # for each number, a few of int64
+        for at, rows in split_into_blocks(offset, sizes, torch.int64.itemsize, COPY_BLOCK_BYTES // 8):
             total += _sum_bits(block[block_slices(at, rows, offset)], at, shape, dtype)
     return total * (counter_rng.key("base", name) | 1)
 
@@ -84,11 +83,8 @@ def frozen_digest(frozen: Mapping[str, nn.Parameter], group: Group) -> str:
         frozen: the frozen parameters on this rank, by their names in checkpoints.
         group: the ranks that hold the model between them; None for a single process.
     """
-
-    def local_digest() -> int:
-        return sum(digest_shard(name, parameter) for name, parameter in frozen.items() if _is_first_copy(parameter))
-
-    return combine_digests(group, local_digest)
+    first_copies = {name: parameter for name, parameter in frozen.items() if _is_first_copy(parameter)}
+    return combine_digests(group, lambda: sum(digest_shard(*item) for item in first_copies.items()))
 
 
 def model_digest(

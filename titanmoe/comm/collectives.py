@@ -214,9 +214,7 @@ def all_gather(x: Tensor, dim: int, group: Group) -> Tensor:
 
 
 def _all_gather(x: Tensor, dim: int, group: Group) -> Tensor:
-    x = x.contiguous()
-    out = wait(_ops.all_gather_into_tensor(x, group.size, group.name), group)
-    return _move_chunks(out, 0, dim, group.size)
+    return _move_chunks(wait(launch_all_gather(x, group), group), 0, dim, group.size)
 
 
 def _move_chunks(x: Tensor, old_dim: int, new_dim: int, chunks: int) -> Tensor:
@@ -247,8 +245,7 @@ def launch_all_to_all(x: Tensor, send: list[int], receive: list[int], group: Gro
 
     Call `wait` on the result before it is used: the received rows, by sender.
     """
-    x = x.contiguous()
-    return _ops.all_to_all_single(x, receive, send, group.name)
+    return _ops.all_to_all_single(x.contiguous(), receive, send, group.name)
 
 
 class _AllGather(torch.autograd.Function):

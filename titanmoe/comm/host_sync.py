@@ -48,18 +48,9 @@ class HostCopy:
         return cached(lambda: self.tensor().tolist())
 
 
-def read_numbers(x: Tensor) -> Any:
-    """Return x as `Tensor.tolist` does, a Python number or nested lists. The host waits for the device.
-
-    While backward recomputes a checkpointed region, the numbers that forward read are returned without a wait.
-    """
-    return cached(x.tolist)
-
-
 def _copy(x: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    if (
-        torch.compiler.is_compiling()
-    ):  # one copy: `tolist` of a tensor on the GPU would be traced as one for each number
+    if torch.compiler.is_compiling():
+        # one copy: `tolist` of a tensor on the GPU would be traced as one for each number
         return x.to("cpu"), None
     numbers, event = x.to("cpu", non_blocking=True), None
     if x.is_cuda:

@@ -55,8 +55,8 @@ def yield_to_other() -> None:
         OtherSideFailed: if the other side has failed.
     """
     if _active_pair is not None and _active_pair.both_began:
-        _active_pair.has_sent[_active_pair.turn] = True
-        _active_pair.yield_if_sent()
+        mark_sent()
+        yield_if_sent()
 
 
 def yield_in_backward(x: Tensor) -> None:

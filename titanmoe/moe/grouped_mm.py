@@ -15,7 +15,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from titanmoe.comm import host_sync
+from titanmoe.comm.recomputation import cached
 from titanmoe.ops import device
 from titanmoe.ops.kernels import fused
 
@@ -37,7 +37,7 @@ class Groups:
     @cached_property
     def sizes(self) -> list[int]:
         """The number of each expert's tokens as Python numbers. On GPUs the first use makes the host wait."""
-        return host_sync.read_numbers(self.count_e)  # on GPUs the host waits
+        return cached(self.count_e.tolist)
 
 
 def loop_product(x_RD: Tensor, w_eFD: Tensor, groups: Groups) -> Tensor:

@@ -180,7 +180,7 @@ def parse_config_json(config: dict[str, Any], source: str, dense: bool = False) 
     if AUX_LOSS in config and type(config[AUX_LOSS]) not in (int, float):
         problems.append(f"{source} has {AUX_LOSS} = {config[AUX_LOSS]!r}: write a number")
     model = Model() if problems else _model(hf, values)
-    problems = problems or [f"{source}: {violation.text}" for violation in _violations(model)]
+    problems = problems or [f"{source}: {violation.text}" for violation in violations_of(model)]
     if outer is not config and outer.get(TIED, config.get(TIED)) != config.get(TIED):
         both = f"{TIED} = {outer[TIED]!r}, and {config.get(TIED)!r} in {TEXT}"
         problems.append(f"{source} has {both}: set one value")
@@ -231,8 +231,12 @@ def _unfollowed(hf: HuggingFace, config: dict[str, Any], source: str) -> list[st
 
 def known_keys(hf: HuggingFace) -> set[str]:
     """Return the keys of a config.json that we read for a family, or know to have no effect; others get a note."""
-    keys_read = *hf.fields.values(), *(conversion.keys for conversion in hf.conversions)
-    return IGNORED_KEYS.union(TRAINING_ONLY, KEYS_OF_EVERY_MODEL, hf.defaults, hf.fixed, [hf.mtp_key], *keys_read)
+    return IGNORED_KEYS | _keys_read(hf)
+
+
+def _keys_read(hf: HuggingFace) -> set[str]:
+    keys = *hf.fields.values(), *(conversion.keys for conversion in hf.conversions)
+    return {hf.mtp_key}.union(TRAINING_ONLY, KEYS_OF_EVERY_MODEL, hf.defaults, hf.fixed, *keys)
 
 
 def text_model_config(config: dict[str, Any], hf: HuggingFace, source: str) -> dict[str, Any]:
@@ -262,10 +266,7 @@ def misplaced_keys(config: dict[str, Any], hf: HuggingFace) -> list[str]:
     """
     if not hf.outer_type or config.get("model_type") != hf.outer_type:
         return []
-    keys_read = *hf.fields.values(), *(conversion.keys for conversion in hf.conversions)
-    of_text = {"max_position_embeddings", AUX_LOSS, hf.mtp_key}.union(
-        hf.defaults, hf.fixed, KEYS_OF_EVERY_MODEL, TRAINING_ONLY, *keys_read
-    )
+    of_text = _keys_read(hf) | {"max_position_embeddings", AUX_LOSS}
     return sorted(of_text.difference(hf.outer_keys, [TIED], config[TEXT]) & config.keys())
 
 
@@ -337,7 +338,8 @@ def _model(hf: HuggingFace, values: dict[str, Any]) -> Model:
     return model if has_dense_layers(model) else replace(model, dense_hidden=0)
 
 
-def _violations(model: Model) -> list[ranges.Violation]:
+def violations_of(model: Model) -> list[ranges.Violation]:
+    """Return what of [model] is out of range or, if nothing is, contradicts itself."""
     out_of_range = laws.out_of_range({f"model.{name}": value for name, value in asdict(model).items()})
     return out_of_range or list(
         laws.contradictions(Config(model=model, components=Components((FAMILIES, SCORE_FUNCTIONS))))
@@ -403,7 +405,7 @@ def to_config_json(model: Model, carried: dict[str, Any] | None, dtype: str, seq
         old_entries[hf.mtp_key] = model.mtp_depth
     kind = "dtype" if "dtype" in old_entries else "torch_dtype"
     new_entries = {"architectures": [hf.architecture], "model_type": hf.model_type, kind: dtype}
-    if carried is None or differing_fields(model, _interpreted(carried, hf)):
+    if carried is None or differing_fields(model, _interpreted(carried)):
         key_of_field = {
             name: next((key for key in keys if key in old_entries), keys[0]) for name, keys in hf.fields.items()
         }
@@ -420,7 +422,7 @@ def to_config_json(model: Model, carried: dict[str, Any] | None, dtype: str, seq
             key = key_of_field["dense_hidden"]
             new_entries[key] = old_entries.get(key, model.expert_hidden)
     config = old_entries | new_entries
-    interpreted = _interpreted(config, hf)
+    interpreted = _interpreted(config)
     if different := differing_fields(model, interpreted):
         raise ConfigError(
             [
@@ -433,7 +435,7 @@ def to_config_json(model: Model, carried: dict[str, Any] | None, dtype: str, seq
     return config
 
 
-def _interpreted(config: dict[str, Any], hf: HuggingFace) -> Model:
+def _interpreted(config: dict[str, Any]) -> Model:
     return parse_config_json(config, "the config.json to write").model
 
 

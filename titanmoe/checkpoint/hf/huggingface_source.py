@@ -54,9 +54,8 @@ class HuggingFaceSource:
             folder: the weights, if they are not safetensors files in `path`.
         """
         self.path, self.parsed, self.model, self.drop = path, parsed, model, drop
-        block = (
-            fp8_block(parsed.json, path) if folder is None else (128, 128)
-        )  # before a file of another kind is opened
+        # before a file of another kind is opened
+        block = fp8_block(parsed.json, path) if folder is None else (128, 128)
         self.weights = Dequantised(folder or SafetensorsFolder(path, renamed=parsed.hf.outer_names), block)
         self.map = TensorMap(model, parsed.hf, self.weights.tensors)
         self.skipped: dict[str, list[str]] = {}

@@ -22,12 +22,8 @@ from titanmoe.checkpoint.hf import config_json as configs
 from titanmoe.checkpoint.hf.huggingface_source import HuggingFaceSource
 from titanmoe.checkpoint.hf.tensor_map import EXPERT_BIAS, Shape, our_shapes
 from titanmoe.checkpoint.move_in_blocks import empty, fill_in_blocks
-from titanmoe.config import laws
-from titanmoe.config.component_kinds import Components
 from titanmoe.config.load import ConfigError
-from titanmoe.config.schema import Config, Model
-from titanmoe.models.families import FAMILIES
-from titanmoe.moe.score_functions import SCORE_FUNCTIONS
+from titanmoe.config.schema import Model
 from titanmoe.ops import counter_rng
 from titanmoe.parallel.materialize import fill_normal
 
@@ -143,6 +139,6 @@ def upcycled_model(dense: Model, experts: int, top_k: int, granularity: int) -> 
         raise ConfigError(problems)
     shape = dict(num_dense_layers=0, dense_hidden=0, moe_every=1)
     model = replace(dense, num_experts=experts, top_k=top_k, expert_hidden=hidden // granularity, **shape)
-    if broken := list(laws.contradictions(Config(model=model, components=Components((FAMILIES, SCORE_FUNCTIONS))))):
+    if broken := configs.violations_of(model):
         raise ConfigError([violation.text for violation in broken])
     return replace(model, size=configs.nearest_size(model))

@@ -230,12 +230,12 @@ def weights_digest(weights: Weights, compute: torch.dtype, group: Group, biases:
 
     def local_digest() -> int:
         names = sorted(name for name in weights.tensors if biases or not name.endswith(EXPERT_BIAS))[rank::ranks]
-        total = 0
-        for name in names:
-            total += weight_digest.digest_in_blocks(
+        return sum(
+            weight_digest.digest_in_blocks(
                 name, weights.tensors[name][0], partial(weights.read, name), frozen_dtype(name, compute)
             )
-        return total
+            for name in names
+        )
 
     return weight_digest.combine_digests(group, local_digest)
 
