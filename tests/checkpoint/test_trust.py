@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 UNPICKLES = re.compile(
-    r"^\s*(?:import|from)\s+(?:pickle|_pickle|dill|cloudpickle|shelve|marshal|joblib)\b.*"
+    r"^[ \t]*(?:import|from)\s+(?:pickle|_pickle|dill|cloudpickle|shelve|marshal|joblib)\b.*"
     r"|torch\.load\((?!.*weights_only=True).*"
     r"|\b(?:FileSystemReader|read_metadata|allow_pickle(?!=False)|dcp\.load\b|pickle\.loads?\b|pickle\.Unpickler)",
     re.MULTILINE,

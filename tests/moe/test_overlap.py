@@ -169,7 +169,7 @@ def test_what_is_under_way_cannot_be_used() -> None:
 def marks() -> bool:
     group = Group(dist.group.WORLD.group_name, RANKS, dist.get_rank())
     x_RD = torch.randn(2, 3, requires_grad=True)
-    flight = all_to_all.start_all_to_all(x_RD, group)
+    flight = all_to_all.start_all_to_all(x_RD, group, [1] * RANKS, [1] * RANKS)
     y_RD = all_to_all.finish_all_to_all(flight)
     return flight.mark.numel() == 0 and y_RD.shape == x_RD.shape
 

@@ -277,7 +277,7 @@ def clean_up_interrupted(folder: Path) -> list[str]:
                     f"{entry} was completely written but is damaged, {broken}: kept as {set_aside(entry).name}"
                 )
             else:
-                notes += _rename_into_place(entry, target)
+                notes += rename_into_place(entry, target)
                 notes.append(
                     f"{target} was complete but for its name when its writer was interrupted: it has been renamed"
                 )
@@ -332,13 +332,13 @@ def publish(unfinished: Path, target: Path, manifest: Manifest) -> None:
     before is removed. Raises a CheckpointError or OSError if that fails.
     """
     replace_file(unfinished / MANIFEST, manifest.text().encode())
-    _rename_into_place(unfinished, target)
+    rename_into_place(unfinished, target)
 
 
-def _rename_into_place(unfinished: Path, target: Path) -> list[str]:
-    """Rename the folder of a completely written checkpoint to `target`; return lines for the log.
+def rename_into_place(unfinished: Path, target: Path) -> list[str]:
+    """Rename a completely written folder to `target`; return lines for the log.
 
-    A checkpoint that has that name already, because the run went back to an earlier step, is removed.
+    What has that name already, such as a checkpoint of a run that went back to an earlier step, is removed.
     """
     replaced = _rename_with_suffix(target, REMOVING) if os.path.lexists(target) else None
     os.rename(unfinished, target)
@@ -420,7 +420,7 @@ def erase(path: Path) -> list[str]:
 def write_text(file: Path, text: str) -> None:
     """Write a text file, never through a link, and fsync it; CheckpointError if that fails, as on a full disk."""
     try:
-        _write(file, text.encode())
+        safe_files.write(file.parent, file.name, text.encode(), fsync=True)
     except OSError as error:  # which has the name only if opening failed
         raise CheckpointError(write_error(file, error, len(text.encode()))) from None
 
@@ -429,19 +429,12 @@ def replace_file(file: Path, data: bytes) -> None:
     """Write a file completely or not at all, through FILE.new; CheckpointError if that fails, as on a full disk."""
     new_file = file.with_name(f"{file.name}.new")
     try:
-        _write(new_file, data)
+        safe_files.write(file.parent, new_file.name, data, fsync=True)
         os.replace(new_file, file)
         fsync_folder(file.parent)
     except OSError as error:
         erase(new_file)
         raise CheckpointError(write_error(new_file, error, len(data))) from None
-
-
-def _write(file: Path, data: bytes) -> None:
-    with open(safe_files.open_in(file.parent, file.name, safe_files.WRITE), "wb") as stream:
-        stream.write(data)
-        stream.flush()
-        os.fsync(stream.fileno())
 
 
 def next_save_number(folder: Path) -> int:

@@ -203,10 +203,13 @@ def open_file(folder: Path, name: str) -> BinaryIO:
     return with_retries(folder / name, opened)
 
 
-def write(folder: Path, name: str, data: bytes) -> None:
+def write(folder: Path, name: str, data: bytes, fsync: bool = False) -> None:
     """Write `data` to a file in a folder, replacing an existing file; OSError if it is a link or cannot be written."""
     with open(open_in(folder, name, WRITE), "wb") as stream:
         stream.write(data)
+        if fsync:
+            stream.flush()
+            os.fsync(stream.fileno())
 
 
 def refuse_link(path: Path) -> Path:

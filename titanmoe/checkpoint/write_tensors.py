@@ -122,11 +122,6 @@ def _items(name: str, shard: TensorShard | LazyTensor) -> Iterator[WriteItem]:
         yield WriteItem(MetadataIndex(name, torch.Size(offset)), WriteItemType.SHARD, tensor_data=data)
 
 
-def _planned_bytes(plan: SavePlan) -> int:
-    blocks = [item.tensor_data for item in plan.items]
-    return sum(prod(block.chunk.sizes) * block.properties.dtype.itemsize for block in blocks)
-
-
 class _ChecksummedFile(io.RawIOBase):
     """A file that counts its bytes and CRC-32 as it is written. torch.save only ever appends to it."""
 
@@ -257,7 +252,8 @@ class CheckpointWriter(StorageWriter):
 
     def _bytes_left(self, plan: SavePlan) -> int:
         """Return the bytes of the plan that this rank has not yet written, for a message when the disk is full."""
-        left = _planned_bytes(plan)
+        blocks = [item.tensor_data for item in plan.items]
+        left = sum(prod(block.chunk.sizes) * block.properties.dtype.itemsize for block in blocks)
         with contextlib.suppress(OSError):
             left -= sum(file.stat().st_size for file in self.folder.glob(f"{plan.storage_data}-*"))
         return max(left, 0)

@@ -36,9 +36,7 @@ class InFlight(NamedTuple):
     """The tensor in flight where torch.compile traces the code; None in eager code."""
 
 
-def start_all_to_all(
-    x: Tensor, group: Group, send: list[int] | None = None, receive: list[int] | None = None, small: bool = False
-) -> InFlight:
+def start_all_to_all(x: Tensor, group: Group, send: list[int], receive: list[int], small: bool = False) -> InFlight:
     """Start an all-to-all of the rows of x (along dim 0); return without waiting. Differentiable.
 
     What is computed between this and `finish_all_to_all` overlaps with the message, in backward too: autograd reaches
@@ -47,14 +45,14 @@ def start_all_to_all(
 
     Args:
         x: the rows, sorted by receiving rank; not written to before `finish_all_to_all`.
-        send: the number of rows of x for each rank of the group; with `receive` None too, None for equal numbers.
+        send: the number of rows of x for each rank of the group.
         receive: the number of rows from each rank of the group.
         small: whether x is so small that in a checkpointed region the received rows are cached, so that recomputation
             sends nothing.
     """
     if group.size == 1:
         return InFlight(x, None)
-    transfer = _Transfer(*_splits(x, group, send, receive), group, small and in_checkpointed_region())
+    transfer = _Transfer(send, receive, group, small and in_checkpointed_region())
     if torch.compiler.is_compiling():
         mark, rows = _TracedStart.apply(x, transfer.send, transfer.receive, group)
         return InFlight(mark, transfer, rows)
@@ -80,29 +78,19 @@ def start_reverse_all_to_all(x: Tensor, flight: InFlight) -> InFlight:
         x: the rows to return, of any width, in the order in which `finish_all_to_all(flight)` gave rows.
         flight: the all-to-all, finished, whose numbers of rows are reversed.
     """
-    transfer = flight.transfer
-    return (
-        InFlight(x, None) if transfer is None else start_all_to_all(x, transfer.group, transfer.receive, transfer.send)
-    )
+    if (transfer := flight.transfer) is None:
+        return InFlight(x, None)
+    return start_all_to_all(x, transfer.group, transfer.receive, transfer.send)
 
 
-def all_to_all_autograd(
-    x: Tensor, group: Group, send: list[int] | None = None, receive: list[int] | None = None
-) -> Tensor:
-    """Send send[r] rows of x (along dim 0) to each rank r, wait, and return the received rows, by sender.
+def all_to_all_autograd(x: Tensor, group: Group) -> Tensor:
+    """Send equal numbers of rows of x (along dim 0) to all ranks, wait, and return the received rows, by sender.
 
-    Backward sends the gradients back. receive[r] rows come from rank r. Without `send` and `receive` all ranks exchange
-    equal numbers of rows.
+    Backward sends the gradients back.
     """
     if group.size == 1:
         return x
-    return _AllToAll.apply(x, *_splits(x, group, send, receive), group)
-
-
-def _splits(x: Tensor, group: Group, send: list[int] | None, receive: list[int] | None) -> tuple[list[int], list[int]]:
-    if send is None or receive is None:
-        send = receive = [x.shape[0] // group.size] * group.size
-    return send, receive
+    return _AllToAll.apply(x, [x.shape[0] // group.size] * group.size, group)
 
 
 class _Transfer:
@@ -196,16 +184,12 @@ class _TracedArrive(torch.autograd.Function):
         return launch_all_to_all(grad, ctx.receive, ctx.send, ctx.group), None, None, None, None
 
 
-def _all_to_all(x: Tensor, send: list[int], receive: list[int], group: Group) -> Tensor:
-    return wait(launch_all_to_all(x, send, receive, group), group)
-
-
 class _AllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, send, receive, group):
-        ctx.send, ctx.receive, ctx.group = send, receive, group
-        return _all_to_all(x, send, receive, group)
+    def forward(ctx, x, counts, group):
+        ctx.counts, ctx.group = counts, group
+        return wait(launch_all_to_all(x, counts, counts, group), group)
 
     @staticmethod
     def backward(ctx, grad):
-        return _all_to_all(grad, ctx.receive, ctx.send, ctx.group), None, None, None
+        return wait(launch_all_to_all(grad, ctx.counts, ctx.counts, ctx.group), ctx.group), None, None

@@ -184,7 +184,12 @@ def parse_config_json(config: dict[str, Any], source: str, dense: bool = False) 
     if outer is not config and outer.get(TIED, config.get(TIED)) != config.get(TIED):
         both = f"{TIED} = {outer[TIED]!r}, and {config.get(TIED)!r} in {TEXT}"
         problems.append(f"{source} has {both}: set one value")
-    if problems := problems + _unfollowed(hf, config, source):
+    problems += [
+        f"{source} has {key} = {config[key]!r}, titanmoe's {hf.family} only has {json.dumps(value)}: {ANOTHER_FAMILY}"
+        for key, value in (hf.fixed | KEYS_OF_EVERY_MODEL).items()
+        if key in config and config[key] != value
+    ]
+    if problems:
         raise ConfigError(problems)
     unknown = [f"{key} (beside {TEXT})" for key in misplaced_keys(outer, hf)]
     unknown += sorted(config.keys() - known_keys(hf))
@@ -219,14 +224,6 @@ def context_note(folder: Path, model: Model, seq_len: int) -> str:
         "beyond that are new to the model; lower seq_len, or stretch RoPE (model.change with rope_scaling, or a larger "
         "rope_theta)"
     )
-
-
-def _unfollowed(hf: HuggingFace, config: dict[str, Any], source: str) -> list[str]:
-    return [
-        f"{source} has {key} = {config[key]!r}, titanmoe's {hf.family} only has {json.dumps(value)}: {ANOTHER_FAMILY}"
-        for key, value in (hf.fixed | KEYS_OF_EVERY_MODEL).items()
-        if key in config and config[key] != value
-    ]
 
 
 def known_keys(hf: HuggingFace) -> set[str]:

@@ -6,7 +6,6 @@ with a `group` are collective over it; None stands for a single process.
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -39,7 +38,6 @@ from titanmoe.checkpoint.on_all_ranks import Group, on_all_ranks, raise_on_all_r
 from titanmoe.checkpoint.read_adapters import MODEL, Adapters, read_checkpoint_adapters
 from titanmoe.checkpoint.write_tensors import LazyTensor
 from titanmoe.config.load import ConfigError
-from titanmoe.files import fsync_folder
 
 PARTIAL = ".partial"
 
@@ -264,10 +262,6 @@ def _on_first_rank(group: Group, work: Callable[[], None]) -> None:
 
 def _publish(complete: Callable[[Path], None], unfinished: Path, out: Path) -> None:
     complete(unfinished)
-    replaced = out.with_name(out.name + layout.REMOVING)
-    shutil.rmtree(replaced, ignore_errors=True)  # of a process that was killed in the last line
-    if out.exists():
-        os.rename(out, replaced)
-    os.rename(unfinished, out)
-    fsync_folder(out.absolute().parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    # of a process that was killed as it removed the folder that it had replaced
+    shutil.rmtree(out.with_name(out.name + layout.REMOVING), ignore_errors=True)
+    layout.rename_into_place(unfinished, out)

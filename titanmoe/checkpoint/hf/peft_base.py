@@ -14,9 +14,8 @@ import torch
 from titanmoe.checkpoint.hf.fetch import local_folder, resolve_place, short_name
 from titanmoe.checkpoint.hf.peft_read import read_peft
 from titanmoe.checkpoint.hf.weight_sources import NAME_BASE_HINT, Weights, open_weights, weights_digest
-from titanmoe.checkpoint.on_all_ranks import Group, on_all_ranks
+from titanmoe.checkpoint.on_all_ranks import Group, on_all_ranks, raise_on_all_ranks
 from titanmoe.checkpoint.read_adapters import Adapters, lora_mismatches
-from titanmoe.checkpoint.safe_files import CheckpointError
 from titanmoe.config.load import ConfigError
 from titanmoe.config.schema import Config, LoRA, Model
 
@@ -104,23 +103,16 @@ def _compare_weights(adapters: Adapters, weights: Weights, base_name: str, group
         ConfigError: they differ, or the named model cannot be read.
     """
     named = adapters.base
-
-    def why_no_such_model() -> str:
-        try:
-            open_weights(named, adapters.model)
-        except (ConfigError, CheckpointError) as error:
-            return "; ".join(error.problems) if isinstance(error, ConfigError) else str(error)
-        return ""
-
-    if why := next(filter(None, on_all_ranks(group, why_no_such_model)), ""):
+    try:
+        others = raise_on_all_ranks(group, lambda: open_weights(named, adapters.model))
+    except ConfigError as error:
         raise ConfigError(
             [
                 f"the adapters are for {named} ({BASE_KEY} in adapter_config.json), which cannot be compared with "
-                f"{base_name}: {why}: use adapters of {base_name}"
+                f"{base_name}: {'; '.join(error.problems)}: use adapters of {base_name}"
             ],
             str(adapters.path),
-        )
-    others = open_weights(named, adapters.model)
+        ) from None
     theirs, ours = (weights_digest(model, torch.float32, group, biases=True) for model in (others, weights))
     if ours != theirs:
         raise ConfigError(

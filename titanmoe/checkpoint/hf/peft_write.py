@@ -98,20 +98,22 @@ def plan_peft_folder(
         drop: ["mtp"] leaves multi-token prediction out, which transformers does not have.
     """
     matrices = [name for name in adapters.matrices if not ("mtp" in drop and name.startswith("mtp."))]
-    if problems := _problems(map_, matrices):
+    if problems := _problems(matrices):
         raise ConfigError(problems, str(adapters.path))
     read_full = lru_cache(maxsize=2)(lambda name: adapters.tensors[name].get())
     tensors: dict[str, LazyTensor] = {}
     for name in matrices:
         if map_.places[name][0].hf_tensor.fused is not None:
-            tensors |= _fused_tensors(
-                adapters, map_, [n for n in fused_matrices(map_, name) if n in matrices], read_full
-            )
+            together = [other for other in fused_matrices(map_, name) if other in matrices]
+            tensors |= _fused_tensors(adapters, map_, together, read_full)
         else:
-            tensors |= (_stacked_tensors if is_stacked(map_, name) else _unfused_tensors)(
-                adapters, map_, name, read_full
-            )
-    targets = _targets(map_, matrices)
+            lazy_tensors = _stacked_tensors if is_stacked(map_, name) else _unfused_tensors
+            tensors |= lazy_tensors(adapters, map_, name, read_full)
+    paths = _Paths(map_, matrices)
+    targets = {
+        "target_modules": list(dict.fromkeys(filter(None, map(paths.target_module, matrices)))) or None,
+        "target_parameters": list(dict.fromkeys(filter(None, map(paths.target_parameter, matrices)))) or None,
+    }
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -121,11 +123,11 @@ def plan_peft_folder(
     }
     model, _, revision = base.partition("@")
     config |= {"base_model_name_or_path": model or None, "revision": revision or None}
-    config |= targets | _ranks(adapters, map_, matrices)
+    config |= targets | _ranks(adapters, paths, matrices)
     return PeftFolder(config, tensors, dtype)
 
 
-def _problems(map_: TensorMap, matrices: list[str]) -> list[str]:
+def _problems(matrices: list[str]) -> list[str]:
     """Return an error line for each reason why PEFT cannot express adapters of the weights named in `matrices`."""
     problems, merge = [], "or merge them into the weights with --to-hf"
     if any(name.startswith("mtp.") for name in matrices):
@@ -191,16 +193,8 @@ class _Paths:
         return self.pattern(name) if ".experts." in name else f"{self.pattern(name)}.weight"
 
 
-def _targets(map_: TensorMap, matrices: list[str]) -> dict[str, list[str] | None]:
-    paths = _Paths(map_, matrices)
-    return {
-        key: list(dict.fromkeys(filter(None, map(path, matrices)))) or None
-        for key, path in (("target_modules", paths.target_module), ("target_parameters", paths.target_parameter))
-    }
-
-
-def _ranks(adapters: Adapters, map_: TensorMap, matrices: list[str]) -> dict[str, Any]:
-    paths, lora, alpha = _Paths(map_, matrices), adapters.lora, adapters.lora.alpha
+def _ranks(adapters: Adapters, paths: _Paths, matrices: list[str]) -> dict[str, Any]:
+    lora, alpha = adapters.lora, adapters.lora.alpha
     r = next((adapters.rank(name) for name in matrices if ".experts." in name), adapters.rank(matrices[0]))
     ranks: dict[str, int] = {}
     alphas: dict[str, float] = {}
@@ -209,12 +203,12 @@ def _ranks(adapters: Adapters, map_: TensorMap, matrices: list[str]) -> dict[str
             ranks[paths.pattern(name)] = r if name.endswith(".w2") else 2 * r
             alphas |= {} if name.endswith(".w2") else {paths.pattern(name): divisor(lora, 2) * alpha}
             continue
-        count = len([other for other in fused_matrices(map_, name) if other in matrices])
+        count = len([other for other in fused_matrices(paths.map, name) if other in matrices])
         key = rf"{paths.pattern(name)}(\.weight)?"
         ranks |= {key: count * adapters.rank(name)} if count * adapters.rank(name) != r else {}
         alphas |= {key: divisor(lora, count) * alpha} if count > 1 else {}
-    scale = {"lora_alpha": alpha, "use_rslora": lora.rslora}
-    return {"r": r} | scale | {"rank_pattern": ranks, "alpha_pattern": alphas}
+    scale = {"r": r, "lora_alpha": alpha, "use_rslora": lora.rslora}
+    return scale | {"rank_pattern": ranks, "alpha_pattern": alphas}
 
 
 # ---- tensors

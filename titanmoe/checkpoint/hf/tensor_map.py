@@ -185,20 +185,14 @@ class TensorMap:
 
         For tensors whose rows are permuted (RoPE in pairs), or fused with another tensor's.
         """
+        row = torch.arange(first, first + count)
         if hf_tensor.fused is not None:
             rows, number = hf_tensor.fused.rows(self.model), hf_tensor.fused.number
-            row = torch.arange(first, first + count)
             return row // rows[number] * sum(rows) + sum(rows[:number]) + row % rows[number]
-        return torch.tensor([self._rotated(hf_tensor, row) for row in range(first, first + count)])
-
-    def _rotated(self, hf_tensor: HFTensor, row: int) -> int:
         width, rotated = hf_tensor.rotated(self.model)
-        head, i = divmod(row, width)
-        i -= width - rotated
-        if i < 0:
-            return row
-        half = rotated // 2
-        return head * width + width - rotated + (2 * i if i < half else 2 * (i - half) + 1)
+        i = row % width - (width - rotated)  # the number among the rotated rows of the head, which come last
+        paired = torch.where(i < rotated // 2, 2 * i, 2 * i - rotated + 1)
+        return torch.where(i < 0, row, row - i + paired)
 
     # ---- to Hugging Face
 

@@ -68,7 +68,7 @@ class AllToAll(Dispatcher):
         packed = G > 1 and e > 1 and can_pack(x_TD, self.kernels)
         x_SD, weights_S1, route = fill_slots(x_TD, weights_TK, choice_S, slot_CX, self.kernels, packed)
         if counts is None:  # padded: the same size to and from every rank
-            send = receive = None
+            send = receive = [e * slots_per_expert] * G
             count_Ge = count_E.new_full((G, e), slots_per_expert)
         elif not in_graph:  # the buffer was filled while counts were in flight; drop what is unused
             interleave.yield_in_backward(x_SD)
@@ -77,8 +77,7 @@ class AllToAll(Dispatcher):
             weights_S1 = None if packed else truncate_buffer(weights_S1, sum(send))
         x_RD = start_all_to_all(x_SD, self.group, send, receive)
         weights_R1 = None if packed else start_all_to_all(weights_S1, self.group, send, receive, small=True)
-        arriving = G * e * slots_per_expert if counts is None else sum(receive)
-        expert_order = order_by_expert(count_Ge, arriving, self.kernels) if G > 1 and e > 1 else None
+        expert_order = order_by_expert(count_Ge, sum(receive), self.kernels) if G > 1 and e > 1 else None
         count_e = count_Ge.sum(0) if G > 1 else count_Ge[0]
         return AllToAllExchange(
             x_RD=x_RD,
