@@ -62,24 +62,25 @@ def to_local(parameter: nn.Parameter) -> Tensor:
         return parameter
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return parameter.to_local()
-    return _ToLocal.apply(parameter)
+    return _ToLocal.apply(parameter, parameter._spec)
 
 
 class _ToLocal(torch.autograd.Function):
-    """`DTensor.to_local` with a faster backward.
+    """`DTensor.to_local` with a faster backward, whose gradient is a plain tensor if `spec` is None.
 
     DTensor's own backward works out the gradient's shape and placements each time, which takes more than twice as long.
     Both always equal the shape and placements of the parameter.
     """
 
     @staticmethod
-    def forward(ctx: Any, parameter: DTensor) -> Tensor:
-        ctx.spec = parameter._spec
+    def forward(ctx: Any, parameter: DTensor, spec: Any) -> Tensor:
+        ctx.spec = spec
         return parameter._local_tensor.view_as(parameter._local_tensor)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> DTensor:
-        return _dtensor_of(grad.contiguous(), ctx.spec)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        grad = grad.contiguous()
+        return grad if ctx.spec is None else _dtensor_of(grad, ctx.spec), None
 
 
 def _dtensor_of(shard: Tensor, spec: Any) -> DTensor:
@@ -102,17 +103,7 @@ def to_local_replicated(parameter: nn.Parameter) -> Tensor:
     """
     if not isinstance(parameter, DTensor) or torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return to_local(parameter)
-    return _ToLocalReplicated.apply(parameter)
-
-
-class _ToLocalReplicated(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, parameter: DTensor) -> Tensor:
-        return parameter._local_tensor.view_as(parameter._local_tensor)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad.contiguous()
+    return _ToLocal.apply(parameter, None)
 
 
 def wait(in_flight: Tensor, group: Group) -> Tensor:

@@ -7,7 +7,7 @@ with a `group` are collective over it; None stands for a single process.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,13 @@ from titanmoe.checkpoint.hf.peft_base import compare_base
 from titanmoe.checkpoint.hf.peft_read import is_peft
 from titanmoe.checkpoint.hf.peft_write import CONFIG as ADAPTER_CONFIG
 from titanmoe.checkpoint.hf.peft_write import PeftFolder, plan_peft_folder
-from titanmoe.checkpoint.hf.safetensors_folder import config_and_tokenizer_files, nbytes, total_bytes, write_file
+from titanmoe.checkpoint.hf.safetensors_folder import (
+    TensorSizes,
+    config_and_tokenizer_files,
+    nbytes,
+    total_bytes,
+    write_file,
+)
 from titanmoe.checkpoint.hf.tensor_map import ReadNamedBlock, TensorMap
 from titanmoe.checkpoint.hf.weight_sources import (
     MergedWeights,
@@ -84,7 +90,7 @@ def write_converted(out: Path, weights: Weights, origin: Path, provenance: str, 
         CheckpointError: on all ranks, if weights cannot be read or written.
     """
     raise_on_all_ranks(group, lambda: check_output_folder(out, overwrite, (layout.MANIFEST,)))
-    assigned = assign_by_bytes({name: nbytes(*size) for name, size in weights.tensors.items()}, group)
+    assigned = assign_by_bytes(weights.tensors, group)
     tensors = {
         MODEL + name: LazyTensor(shape, dtype, partial(weights.read, name))
         for name, (shape, dtype) in weights.tensors.items()
@@ -101,16 +107,16 @@ def write_converted(out: Path, weights: Weights, origin: Path, provenance: str, 
     return total_bytes(weights.tensors)
 
 
-def assign_by_bytes(sizes: Mapping[str, int], group: Group) -> set[str]:
+def assign_by_bytes(tensors: TensorSizes, group: Group) -> set[str]:
     """Return the names of the tensors that this rank handles, so that all ranks have about as many bytes.
 
-    Nothing is communicated: `sizes`, the bytes of each tensor by name, are the same on all ranks.
+    Nothing is communicated: `tensors` are the same on all ranks.
     """
     ranks, rank = size_and_rank(group)
     loads, assigned = [0] * ranks, set()
-    for name in sorted(sizes, key=lambda name: -sizes[name]):
+    for name, size in sorted(tensors.items(), key=lambda item: -nbytes(*item[1])):
         least = loads.index(min(loads))
-        loads[least] += sizes[name]
+        loads[least] += nbytes(*size)
         if least == rank:
             assigned.add(name)
     return assigned

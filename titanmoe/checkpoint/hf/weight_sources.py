@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -53,26 +53,22 @@ class CheckpointWeights:
     """The full weights in one of our checkpoints."""
 
     def __init__(self, path: Path):
+        """Open a checkpoint.
+
+        Raises:
+            ConfigError: its record has no [model].
+            CheckpointError: it cannot be read, has adapters alone, or this version does not know its [model].
+        """
         self.saved = Checkpoint(path)
         refuse_adapters(self.saved.record, path)
-        self.model = recorded_model(self.saved.record, path)
+        table = self.saved.record.get("config", {}).get("model")
+        if not table:
+            raise ConfigError([f"{path / layout.MANIFEST} has no [model] in its config: {ANOTHER}"])
+        self.model = build(recorded_fields({"config": {"model": table}}, path / layout.MANIFEST)).model
         self.tensors = {n.removeprefix(MODEL): size for n, size in self.saved.tensors.items() if n.startswith(MODEL)}
 
     def read(self, name: str, offset: Shape, shape: Shape) -> Tensor:
         return self.saved.read(MODEL + name, offset, shape)
-
-
-def recorded_model(record: Mapping[str, Any], path: Path) -> Model:
-    """Return the [model] in a checkpoint's record; messages name the manifest in the checkpoint's folder, `path`.
-
-    Raises:
-        ConfigError: the record has no [model].
-        CheckpointError: this version does not know its fields or their values.
-    """
-    table = record.get("config", {}).get("model")
-    if not table:
-        raise ConfigError([f"{path / layout.MANIFEST} has no [model] in its config: {ANOTHER}"])
-    return build(recorded_fields({"config": {"model": table}}, path / layout.MANIFEST)).model
 
 
 class MergedWeights:
@@ -124,15 +120,6 @@ def open_weights(name: str, model: Model | None = None) -> HuggingFaceSource | C
         return CheckpointWeights(latest_checkpoint(Path(name)))
     folder = weights_folder(name)
     return open_checked_hf(folder, model or configs.describe_folder(folder).model)
-
-
-def has_adapters(path: Path) -> bool:
-    """Return whether a folder has LoRA adapters: a PEFT folder, or a checkpoint of a run that trained adapters.
-
-    Raises:
-        CheckpointError: it is neither a PEFT folder nor a checkpoint.
-    """
-    return is_peft(path) or "base" in layout.read_manifest(path).record
 
 
 def open_adapters(path: Path, base_name: str = "") -> tuple[Adapters, str]:
@@ -192,27 +179,26 @@ def open_export_source(path: Path, base_name: str) -> ExportSource:
     """
     seq_len = Config().training.seq_len
     if not is_peft(path):
-        seq_len = layout.read_manifest(path).record.get("config", {}).get("training", {}).get("seq_len", seq_len)
-    if not has_adapters(path):
-        if base_name:
-            raise ConfigError([f"{path} has full weights: --base {base_name} is for adapters, leave it out"])
-        return ExportSource(CheckpointWeights(path), carried_hf_files(path), seq_len)
+        record = layout.read_manifest(path).record
+        seq_len = record.get("config", {}).get("training", {}).get("seq_len", seq_len)
+        if "base" not in record:
+            if base_name:
+                raise ConfigError([f"{path} has full weights: --base {base_name} is for adapters, leave it out"])
+            return ExportSource(CheckpointWeights(path), carried_hf_files(path), seq_len)
     adapters, base_name = open_adapters(path, base_name)
     weights = open_base_weights(adapters, base_name)
-    files = carried_hf_files(path) if adapters.config else config_and_tokenizer_of(weights)
+    if adapters.config:
+        files = carried_hf_files(path)
+    elif isinstance(weights, CheckpointWeights):
+        files = carried_hf_files(weights.saved.path)
+    else:
+        files = config_and_tokenizer_files(weights.path)
     return ExportSource(MergedWeights(adapters, weights, base_name), files, seq_len)
 
 
 def carried_hf_files(path: Path) -> dict[str, Path]:
     """Return the paths of the config and tokenizer files in a checkpoint's subfolder hf/, by name."""
     return {n: file for n, file in layout.carried_files(path).items() if any(fnmatch(n, kind) for kind in CARRIED)}
-
-
-def config_and_tokenizer_of(weights: HuggingFaceSource | CheckpointWeights) -> dict[str, Path]:
-    """Return the paths of the config and tokenizer files beside opened weights, by name."""
-    if isinstance(weights, CheckpointWeights):
-        return carried_hf_files(weights.saved.path)
-    return config_and_tokenizer_files(weights.path)
 
 
 def weights_digest(weights: Weights, compute: torch.dtype, group: Group, biases: bool = False) -> str:
