@@ -308,38 +308,34 @@ class _Reader:
         elif not block_diagonal:
             rank = max(ranks.values())  # the other is filled up with zeros
         for parameter, keys in pairs.items():
-            parts = ("w2",) if parameter == DOWN else ("w1", "w3")
             if block_diagonal and parameter == GATE_UP and ranks[parameter] not in (rank, 2 * rank):
                 self.problems.append(
                     f"{keys[0]} has rank {ranks[parameter]}, and down_proj {rank}: {rank} or {2 * rank} can be read"
                 )
                 continue
-            for number, leaf in enumerate(parts):
+            halves = block_diagonal and ranks[parameter] != rank
+            for leaf, number in {"w2": None}.items() if parameter == DOWN else {"w1": 0, "w3": 1}.items():
+                read_pair = partial(self._read_stacked, keys, experts, rank, number, halves)
                 outputs, inputs = self.map.our_shapes[f"{block}.{leaf}"][1:]
                 shapes = (experts, rank, inputs), (experts, outputs, rank)
                 for which, adapter in enumerate(adapter_names(f"{block}.{leaf}")):
                     dtype = self.files.tensors[keys[which]].dtype
-                    choice = {"number": number, "which": which, "block_diagonal": block_diagonal}
-                    make = partial(self._read_stacked, keys, experts, rank, parameter, **choice)
-                    self.tensors[adapter] = LazyTensor(shapes[which], dtype, slice_of_full(make))
+                    read = slice_of_full(lambda read_pair=read_pair, which=which: read_pair()[which])
+                    self.tensors[adapter] = LazyTensor(shapes[which], dtype, read)
                 module = f"{path}.{parameter.rpartition('.')[2]}"
                 self.alphas[f"{block}.{leaf}"] = self._alpha(module, rank / ranks[parameter])
 
     def _read_stacked(
-        self,
-        keys: tuple[str, str],
-        experts: int,
-        rank: int,
-        parameter: str,
-        *,
-        number: int,
-        which: int,
-        block_diagonal: bool,
-    ) -> Tensor:
+        self, keys: tuple[str, str], experts: int, rank: int, number: int | None, halves: bool
+    ) -> AdapterPair:
+        """Read the adapters of stacked experts; return those of gate (number 0), up (1) or down (None), padded to a rank.
+
+        With `halves` gate and up have half of the rank of the parameter that fuses them; if not, both get its full A.
+        """
         pair, rows = self._stacked_pair(keys, experts)
-        if parameter == GATE_UP:
-            pair = split_adapters(pair, rows, block_diagonal and pair.down.shape[1] != rank)[number]
-        return pair.widened(rank)[which]
+        if number is not None:
+            pair = split_adapters(pair, rows, halves)[number]
+        return pair.widened(rank)
 
     def _stacked_pair(self, keys: tuple[str, str], experts: int) -> tuple[AdapterPair, tuple[slice, slice]]:
         """Read the adapters of stacked experts, and return them with the rows of gate and of up if it fuses these."""
