@@ -16,7 +16,6 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Iterable
 from pathlib import Path
 
 from titanmoe.checkpoint import manifest, safe_files
@@ -161,19 +160,20 @@ def save_number(path: Path) -> float:
         return math.inf
 
 
-def find_damage(folder: Path, files: Iterable[str] | None = None, contents: bool = True) -> list[str]:
+def find_damage(folder: Path, contents: bool = True, rank: int = 0, ranks: int = 1) -> list[str]:
     """Return a line for each file of a checkpoint that is missing or damaged; [] if all are intact.
 
     Args:
         folder: the checkpoint.
-        files: names of the files to check; None for all.
         contents: whether to read the files and compare checksums, and not only sizes.
+        rank: which of the ranks that share the work this is; only its part of the files is checked.
+        ranks: the number of ranks that share the work.
 
     Raises:
         CheckpointError: the manifest is missing or damaged; Unreadable if the disk does not answer.
     """
     expected = read_manifest(folder).files
-    names = sorted(expected if files is None else files)
+    names = sorted(expected)[rank::ranks]
     return [line for name in names if (line := _damage_of(folder, name, expected[name], contents))]
 
 

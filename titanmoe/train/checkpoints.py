@@ -246,15 +246,10 @@ class Checkpoints:
 
         If a rank cannot see the files, the one line says so. Collective over the world.
         """
-
-        def find_damage_of_some() -> list[str]:
-            files = sorted(layout.read_manifest(path).files)
-            return layout.find_damage(
-                path, files[self.runtime.rank :: self.runtime.world], contents=self.options.verify
-            )
-
+        runtime, contents = self.runtime, self.options.verify
         try:
-            return [line for lines in on_all_ranks(self.group, find_damage_of_some) for line in lines]
+            by_rank = on_all_ranks(self.group, lambda: layout.find_damage(path, contents, runtime.rank, runtime.world))
+            return [line for lines in by_rank for line in lines]
         except CheckpointError as error:  # a rank cannot see the files
             return [error.problem]
 

@@ -221,10 +221,8 @@ def _check_files(path: Path, group: Group) -> None:
     if is_peft(path):
         return
     ranks, rank = size_and_rank(group)
-    names = sorted(layout.read_manifest(path).files)
-    if broken := [
-        line for lines in on_all_ranks(group, lambda: layout.find_damage(path, names[rank::ranks])) for line in lines
-    ]:
+    by_rank = on_all_ranks(group, lambda: layout.find_damage(path, rank=rank, ranks=ranks))
+    if broken := [line for lines in by_rank for line in lines]:
         raise ConfigError(broken, str(path))
 
 

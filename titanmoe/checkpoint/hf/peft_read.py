@@ -328,7 +328,7 @@ class _Reader:
     def _read_stacked(
         self, keys: tuple[str, str], experts: int, rank: int, number: int | None, halves: bool
     ) -> AdapterPair:
-        """Read the adapters of stacked experts; return those of gate (number 0), up (1) or down (None), padded to a rank.
+        """Read the adapters of stacked experts; return those of gate (number 0), up (1) or down (None), of a rank.
 
         With `halves` gate and up have half of the rank of the parameter that fuses them; if not, both get its full A.
         """
