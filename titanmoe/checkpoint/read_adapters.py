@@ -50,11 +50,6 @@ class Adapters:
         """Names of the weights that have adapters, in the model's order."""
         return [name for name in names.names(self.model) if adapter_names(name)[0] in self.tensors]
 
-    def pair(self, matrix: str) -> tuple[LazyTensor, LazyTensor]:
-        """Return the LoRA matrices A (rank, inputs) and B (outputs, rank) of a weight, by its name in `matrices`."""
-        down, up = adapter_names(matrix)
-        return self.tensors[down], self.tensors[up]
-
     def rank(self, matrix: str) -> int:
         """Return the LoRA rank of a weight's adapter, by the weight's name in `matrices`."""
         return self.tensors[adapter_names(matrix)[0]].shape[-2]

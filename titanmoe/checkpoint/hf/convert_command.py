@@ -52,9 +52,7 @@ def add_convert(commands: argparse._SubParsersAction) -> None:
         "weights under them",
     )
     what.add_argument(
-        "--to-peft",
-        action="store_true",
-        help="IN is a run with adapters or one of its checkpoints, OUT a PEFT folder",
+        "--to-peft", action="store_true", help="IN is a run with adapters or one of its checkpoints, OUT a PEFT folder"
     )
     what.add_argument("--upcycle", action="store_true", help="IN is a dense Llama, Qwen2 or Qwen3, OUT has experts")
     what.add_argument("--describe", action="store_true", help="print a recipe that trains IN, a Hugging Face folder")

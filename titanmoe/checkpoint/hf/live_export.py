@@ -28,14 +28,7 @@ from titanmoe.checkpoint.hf.weight_sources import ExportSource, MergedWeights
 from titanmoe.checkpoint.move_in_blocks import block_slices, empty
 from titanmoe.checkpoint.on_all_ranks import raise_on_all_ranks
 from titanmoe.checkpoint.read_adapters import MODEL, Adapters
-from titanmoe.checkpoint.relayout import (
-    ROUND_BYTES,
-    LocalTensors,
-    MessagePlan,
-    Region,
-    TensorPlaces,
-    gather_places,
-)
+from titanmoe.checkpoint.relayout import ROUND_BYTES, LocalTensors, MessagePlan, Region, TensorPlaces, gather_places
 from titanmoe.checkpoint.state import Targets
 from titanmoe.checkpoint.write_tensors import LazyTensor, TensorShard
 from titanmoe.comm.collectives import Group

@@ -42,27 +42,27 @@ def refuse_other_base(adapters: Adapters, base_name: str) -> None:
     """
     named = adapters.base
     if named and not base_name:
-        raise ConfigError(
-            [
-                f"the adapters are for {named}, and this run begins from random weights: name the model in "
-                "model.hf or checkpoint.initial_hf"
-            ],
-            str(adapters.path),
+        raise _error(
+            adapters,
+            f"the adapters are for {named}, and this run begins from random weights: name the model in model.hf or "
+            "checkpoint.initial_hf",
         )
     if named and resolve_place(named) != resolve_place(base_name) and local_folder(named) is None:
         _refuse_other_name(adapters, base_name)
 
 
+def _error(adapters: Adapters, problem: str) -> ConfigError:
+    return ConfigError([problem], str(adapters.path))
+
+
 def _refuse_other_name(adapters: Adapters, base_name: str) -> None:
     named = adapters.base
     if short_name(named) != short_name(base_name):
-        raise ConfigError(
-            [
-                f"the adapters are for {named} ({BASE_KEY} in adapter_config.json), which is not on this machine to be "
-                f"compared, and {base_name} has another name: name {named}{NAME_BASE_HINT}, or, if they are the "
-                f"same weights, write {base_name} there"
-            ],
-            str(adapters.path),
+        raise _error(
+            adapters,
+            f"the adapters are for {named} ({BASE_KEY} in adapter_config.json), which is not on this machine to be "
+            f"compared, and {base_name} has another name: name {named}{NAME_BASE_HINT}, or, if they are the same "
+            f"weights, write {base_name} there",
         )
 
 
@@ -106,20 +106,16 @@ def _compare_weights(adapters: Adapters, weights: Weights, base_name: str, group
     try:
         others = raise_on_all_ranks(group, lambda: open_weights(named, adapters.model))
     except ConfigError as error:
-        raise ConfigError(
-            [
-                f"the adapters are for {named} ({BASE_KEY} in adapter_config.json), which cannot be compared with "
-                f"{base_name}: {'; '.join(error.problems)}: use adapters of {base_name}"
-            ],
-            str(adapters.path),
+        raise _error(
+            adapters,
+            f"the adapters are for {named} ({BASE_KEY} in adapter_config.json), which cannot be compared with "
+            f"{base_name}: {'; '.join(error.problems)}: use adapters of {base_name}",
         ) from None
     theirs, ours = (weights_digest(model, torch.float32, group, biases=True) for model in (others, weights))
     if ours != theirs:
-        raise ConfigError(
-            [
-                f"{base_name} has other weights (digest {ours}) than {named} (digest {theirs}), for which the adapters "
-                f"are ({BASE_KEY} in adapter_config.json): name that{NAME_BASE_HINT}"
-            ],
-            str(adapters.path),
+        raise _error(
+            adapters,
+            f"{base_name} has other weights (digest {ours}) than {named} (digest {theirs}), for which the adapters are "
+            f"({BASE_KEY} in adapter_config.json): name that{NAME_BASE_HINT}",
         )
     return f"{base_name} has the same weights (digest {ours}) as {named}, the base that adapter_config.json names"

@@ -31,7 +31,7 @@ from titanmoe.checkpoint.safe_files import ANOTHER
 from titanmoe.config.fields import build
 from titanmoe.config.load import ConfigError
 from titanmoe.config.schema import Config, Model
-from titanmoe.models.lora_spec import divisor
+from titanmoe.models.lora_spec import adapter_names, divisor
 from titanmoe.parallel.frozen import frozen_dtype
 
 NAME_BASE_HINT = " (convert --base, generate --checkpoint)"
@@ -86,7 +86,8 @@ class MergedWeights:
         block = self.base.read(name, offset, shape)
         if name not in self.matrices:
             return block
-        (A, B), rank, lora = self.adapters.pair(name), self.adapters.rank(name), self.adapters.lora
+        A, B = (self.adapters.tensors[adapter] for adapter in adapter_names(name))
+        rank, lora = A.shape[-2], self.adapters.lora
         *experts, row, column = offset
         *counts, rows, columns = shape
         down = A.read((*experts, 0, column), (*counts, rank, columns))
