@@ -210,7 +210,7 @@ def test_a_failed_save_that_lacks_nothing_but_its_name_is_not_removed(run, monke
         raise OSError(errno.EIO, os.strerror(errno.EIO), str(target))
 
     with monkeypatch.context() as patch:
-        patch.setattr(layout, "_rename_into_place", fail)
+        patch.setattr(layout, "rename_into_place", fail)
         with pytest.raises(CheckpointError, match="step-00000040: Input/output error"):
             make(run / "checkpoints", 40)
     rewrite(run / "checkpoints/step-00000040.writing", number=4)

@@ -118,10 +118,10 @@ def keeps_weights(name: str, family: str) -> bool:
     return name in WEIGHT_KEEPING_FIELDS or name.startswith("rope_")
 
 
-def _refused_changes(old: Mapping[str, Any], new: Mapping[str, Any], paths: Iterable[str], what: str) -> list[str]:
+def _refused_changes(old: Mapping[str, Any], new: Mapping[str, Any], paths: Iterable[str], why: str) -> list[str]:
     return [
         f"{path} is {toml_value(new[path])} and was {toml_value(old[path])} when the checkpoint was made: "
-        f"the {what} do not fit; use that value, or start a new run"
+        f"{why}; use that value, or start a new run"
         for path in paths
         if path in old and old[path] != new[path]
     ]
@@ -131,7 +131,7 @@ def refused_shapes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Return an error line for each changed field of [model] by which the model needs weights of other shapes."""
     fields, family = (path for path in new if path.startswith("model.")), new["model.family"]
     shapes = (path for path in fields if not keeps_weights(path.removeprefix("model."), family))
-    return _refused_changes(old, new, shapes, "weights")
+    return _refused_changes(old, new, shapes, "the weights do not fit")
 
 
 def refused_adapters(old: Mapping[str, Any], new: Mapping[str, Any], adapters: bool) -> list[str]:
@@ -143,7 +143,8 @@ def refused_adapters(old: Mapping[str, Any], new: Mapping[str, Any], adapters: b
         adapters: whether this run trains adapters.
     """
     if adapters:
-        return _refused_changes(old, new, ("lora.rank", "lora.experts_rank", "lora.targets"), "adapters")
+        adapter_fields = "lora.rank", "lora.experts_rank", "lora.targets"
+        return _refused_changes(old, new, adapter_fields, "the adapters do not fit")
     rank = old.get("lora.rank")
     return [f"the checkpoint has only adapters and none of the weights under them: set lora.rank = {rank}, as it was"]
 
