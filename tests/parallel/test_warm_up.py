@@ -169,6 +169,30 @@ def test_kernels_of_multi_token_prediction_are_loaded_before_a_validation() -> N
     assert losses[0] == pytest.approx(losses[1], rel=1e-12)
 
 
+def slices_of_losses(changes: dict[str, Any]) -> tuple[list[int], list[int]]:
+    """Which slices of a step losses are called with as kernels are loaded and the step runs, and all of the step."""
+    parts = parity.make_trainer(changes, loader=parity.samples()).training
+    engine, batches, seen = parts.gradients.engine, parts.loader.peek(), []
+    slices, engine.cold = parts.slicer.slices(batches), True
+
+    def loss(output_NBS: torch.Tensor, batch_slice: Any) -> torch.Tensor:
+        seen.append(id(batch_slice))
+        return parts.gradients.objective(output_NBS, batch_slice)
+
+    parts.gradients.begin_step(parts.slicer.count(batches))
+    engine.run(slices, loss)
+    return seen, [id(one) for one in slices]
+
+
+@pytest.mark.parametrize("vocab", ["tensor", "pipeline"])
+def test_losses_see_the_slices_of_the_step_alone(vocab: str) -> None:
+    """They record by a slice's identity: DPO's metrics, log-probabilities, a teacher's distributions."""
+    changes = {"parallelism.pp": 2, "parallelism.vocab": vocab, "training.global_batch_size": 2}
+    for seen, all_slices in world.run(2, slices_of_losses, changes):
+        if seen:
+            assert seen == [all_slices[0], *all_slices]
+
+
 def test_only_gpus_load_their_kernels() -> None:
     assert not any(world.run(2, is_cold, {"parallelism.pp": 2}))
 

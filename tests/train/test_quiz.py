@@ -96,6 +96,19 @@ def test_answers_are_those_of_the_plain_model_under_every_mapping(asked: dict[st
     assert report["quiz.few.bits_per_byte"] == pytest.approx(np.mean(bits), rel=1e-10)
 
 
+def answered_cold(changes: dict[str, Any], cold: bool) -> list[float]:
+    """cold: as on GPUs, where the first run of a pipeline loads its kernels."""
+    trainer = parity.make_trainer(changes)
+    trainer.training.gradients.engine.cold = cold
+    return trainer.training.quiz.log_probabilities().tolist()
+
+
+def test_kernels_that_are_loaded_first_change_no_answer(asked: dict[str, Any]) -> None:
+    changes = asked | {"parallelism.pp": 2, "pipeline.schedule": "1F1B", "training.seq_len": 32}
+    cold, warm = (world.run(2, answered_cold, changes, cold)[0] for cold in (True, False))
+    assert cold == warm
+
+
 @pytest.mark.parametrize(
     "mapping", [{"parallelism.tp": 2}, {"parallelism.pp": 2, "pipeline.schedule": "1F1B"}], ids=["tp", "pp"]
 )

@@ -41,10 +41,16 @@ def run(tmp_path: Path) -> dict[str, Any]:
     return PREFERENCES | own | {"job.dump_folder": str(tmp_path / "runs"), "job.name": "run"}
 
 
-def first_steps(changes: dict[str, Any], steps: int = 1, saves: bool = False) -> tuple[str, list[float]]:
-    """On a rank: a note on the reference, and the losses; goes on from a checkpoint if there is one."""
+def first_steps(
+    changes: dict[str, Any], steps: int = 1, saves: bool = False, cold: bool = False
+) -> tuple[str, list[float]]:
+    """On a rank: a note on the reference, and the losses; goes on from a checkpoint if there is one.
+
+    cold: as on GPUs, where the first run of a pipeline loads its kernels.
+    """
     trainer = parity.make_trainer(changes | {"checkpoint.enable": saves, "checkpoint.interval": 0})
     training = trainer.training
+    training.gradients.engine.cold = cold
     with training.checkpoints.in_folder(Path(changes["job.dump_folder"], "run")) as checkpoints:
         checkpoints.begin()
         note = training.prepare(training)["reference"]
@@ -95,6 +101,12 @@ def test_a_mapping_that_counts_them_has_ln_2_to_the_bit_too(run: dict[str, Any],
     world.run(1, first_steps, run)
     np.testing.assert_allclose(folded, scores(run["job.dump_folder"]), rtol=0, atol=1e-12)
     assert (folded < 0).any() and np.isnan(folded).sum() == 14  # the first token of each completion's document
+
+
+def test_kernels_that_are_loaded_first_change_no_score(run: dict[str, Any]) -> None:
+    pipeline = {"parallelism.pp": 2, "pipeline.schedule": "1F1B"}
+    note, (loss,) = world.run(2, first_steps, run | pipeline, 1, False, True)[1]
+    assert note.endswith(", computed now") and loss == LN2
 
 
 @pytest.mark.parametrize(

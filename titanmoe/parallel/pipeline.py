@@ -188,12 +188,15 @@ class Pipeline:
 
     def _warm_up(self, first: BatchSlice) -> None:
         """Load the kernels of this rank's stages, by a forward and backward of `first` that leaves no trace."""
-        # In validation without what multi-token prediction reads, so with any ids and labels.
+        # In validation without what multi-token prediction reads, so with any ids and labels. Losses get the slice
+        # itself, as they will again: they record by a slice's identity.
         tokens = first.tokens._replace(next_BS=first.ids_BS, later_BS=first.labels_BS)
-        first = first._replace(tokens=tokens)
+        any_mtp = first._replace(tokens=tokens)
         for stage in self.stages:
             with observe.unheard(), stage.unsharded_experts.use_computed_weights(accumulate=False):
-                warm_up(stage.submod, self.hidden, first, self.device, self._loss)
+                warm_up(
+                    stage.submod, self.hidden, any_mtp, self.device, lambda output_NBS, _: self._loss(output_NBS, first)
+                )
         if self.vocabulary is not None:
-            self.vocabulary.warm_up(first, self.microbatch_loss)
+            self.vocabulary.warm_up(any_mtp, lambda output_NBS, _: self.microbatch_loss(output_NBS, first))
         self.cold = False

@@ -167,15 +167,19 @@ class QuizEvaluation(ForwardEvaluation):
         slicer, gradients, meshes = self.slicer, self.gradients, self.slicer.meshes
         # Padding is added to one more entry at the end.
         sums_C = torch.zeros(len(self.questions.encoded) + 1, dtype=torch.float64, device=slicer.device)
+        log_p_of: dict[int, Tensor] = {}
 
-        def add(output_NBS: Tensor, batch_slice: BatchSlice) -> Tensor:
+        def store(output_NBS: Tensor, batch_slice: BatchSlice) -> Tensor:
             loss_BS = HeadOutput.of(output_NBS).loss_BS
-            choice_T = batch_slice.extra_fields[CHOICE].flatten() % len(sums_C)
-            sums_C.index_add_(0, choice_T, -loss_BS.flatten().double())
+            log_p_of[id(batch_slice)] = -loss_BS.detach().flatten().double()
             return loss_BS.new_zeros(())
 
         for batches in self.questions:
+            slices = slicer.slices(batches)
             gradients.begin_step(slicer.count(batches))
-            gradients.engine.run(slicer.slices(batches), add, backward=False)
+            gradients.engine.run(slices, store, backward=False)
+            for one in slices:
+                if (log_p_T := log_p_of.pop(id(one), None)) is not None:
+                    sums_C.index_add_(0, one.extra_fields[CHOICE].flatten() % len(sums_C), log_p_T)
         # Only ranks of the last stage have scores, and all ranks of a tp group have the same ones.
         return (all_reduce(sums_C, meshes.world)[:-1] / meshes.tp.size).cpu().numpy()

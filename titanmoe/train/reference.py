@@ -354,7 +354,7 @@ def _forward(slicer: Slicer, training: Training, step: ScoringStep, top_k: TopK 
     def store(output_NBS: Tensor, batch_slice: BatchSlice) -> Tensor:
         if meshes.tp.rank == 0:  # all ranks of a tp group have the same
             numbers_RBS = output_NBS if top_k else -output_NBS[:1]
-            out_GLR[number_B[id(batch_slice)].unsqueeze(1), place_S] = numbers_RBS.double().movedim(0, -1)
+            out_GLR[number_B[id(batch_slice)].unsqueeze(1), place_S] = numbers_RBS.detach().double().movedim(0, -1)
         return output_NBS.new_zeros(())
 
     gradients.begin_step(slicer.count(step.batches))

@@ -103,7 +103,7 @@ class SlicerWithTeacher(Slicer):
         slices, of_slice = super().slices(batches), dict[int, dict[str, Tensor]]()
 
         def store(output_NBS: Tensor, batch_slice: BatchSlice) -> Tensor:
-            ids_KBS, log_p_CBS = output_NBS.split((self.top, self.top + 1))
+            ids_KBS, log_p_CBS = output_NBS.detach().split((self.top, self.top + 1))
             fields = {TEACHER_IDS: ids_KBS.long(), TEACHER_LOG_P: log_p_CBS}
             of_slice[id(batch_slice)] = {name: x.movedim(0, -1).contiguous() for name, x in fields.items()}
             return output_NBS.new_zeros(())
