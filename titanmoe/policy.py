@@ -53,11 +53,9 @@ def group_advantages(
     """
     reward_N = torch.as_tensor(rewards, dtype=torch.float64)
     if len(reward_N) != len(groups):
-        raise ConfigError([f"{len(reward_N)} rewards for {len(groups)} groups: give one of each for every sample"])
+        raise ConfigError(f"{len(reward_N)} rewards for {len(groups)} groups: give one of each for every sample")
     if len(bad := (~reward_N.isfinite()).nonzero()):
-        raise ConfigError(
-            [f"the reward of sample {int(bad[0])} is {float(reward_N[bad[0]])}: drop it, or give a number"]
-        )
+        raise ConfigError(f"the reward of sample {int(bad[0])} is {float(reward_N[bad[0]])}: drop it, or give a number")
     number = {group: i for i, group in enumerate(dict.fromkeys(groups))}
     group_N = torch.tensor([number[group] for group in groups], dtype=torch.int64)
     count_G = torch.zeros(len(number), dtype=torch.float64).index_add(0, group_N, torch.ones_like(reward_N))
@@ -89,11 +87,11 @@ def token_weights(has_loss_NL: Tensor, by: Normalisation = "token", longest: int
     tokens_N1 = has_loss_NL.sum(1, keepdim=True)
     samples = (tokens_N1 > 0).sum()
     if not samples:
-        raise ConfigError([f"none of {len(has_loss_NL)} samples has a token with a loss: leave this step out"])
+        raise ConfigError(f"none of {len(has_loss_NL)} samples has a token with a loss: leave this step out")
     if by == "token":
         return has_loss_NL / tokens_N1.sum()
     if by == "constant" and longest < 1:
-        raise ConfigError(['token_weights(..., "constant") divides by the most tokens of a completion: give longest='])
+        raise ConfigError('token_weights(..., "constant") divides by the most tokens of a completion: give longest=')
     return has_loss_NL / (samples * (longest if by == "constant" else tokens_N1.clamp(min=1)))
 
 

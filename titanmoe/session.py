@@ -106,10 +106,8 @@ class Session:
         before_last = -(-size // ranks) * (ranks - 1)
         if ids and not before_last < ids <= size:
             raise ConfigError(
-                [
-                    f"ids = {ids} do not fit model.vocab_size = {size}, of which each rank of {axes} = {ranks} needs "
-                    f"one that exists: give more than {before_last} and at most {size}, or 0 for all"
-                ]
+                f"ids = {ids} do not fit model.vocab_size = {size}, of which each rank of {axes} = {ranks} needs "
+                f"one that exists: give more than {before_last} and at most {size}, or 0 for all"
             )
         self.config, self.training, self.owns_process_group = config, training, owns_process_group
         self.ids = ids or size
@@ -197,7 +195,7 @@ class Session:
             ConfigError: `divisor` is not above 0, or there is no such objective or no batch.
         """
         if divisor is not None and not 0 < divisor < math.inf:
-            raise ConfigError([f"divisor = {divisor} divides the loss: give more than 0, or leave the step out"])
+            raise ConfigError(f"divisor = {divisor} divides the loss: give more than 0, or leave the step out")
         return self._count(self._local(batch, per_data_rank), objective, divisor)
 
     def _count(self, local: DataRankBatch, name: ObjectiveName, divisor: float | None = None) -> Counts:
@@ -231,10 +229,8 @@ class Session:
         if not isinstance(name, str):
             if config.model.mtp_depth:
                 raise ConfigError(
-                    [
-                        f"model.mtp_depth = {config.model.mtp_depth} is trained by cross-entropy alone: set "
-                        "mtp_depth = 0 for an objective of your own"
-                    ]
+                    f"model.mtp_depth = {config.model.mtp_depth} is trained by cross-entropy alone: set "
+                    "mtp_depth = 0 for an objective of your own"
                 )
             if problems := getattr(name, "find_problems", lambda config: [])(config):
                 raise ConfigError(problems, f"objective {type(name).__name__}")
@@ -242,14 +238,12 @@ class Session:
         try:
             spec, has = OBJECTIVES.look_up(name), OBJECTIVES.look_up(default)
         except ComponentError as error:
-            raise ConfigError([str(error)]) from None
+            raise ConfigError(str(error)) from None
         wanted = (spec.reads_entropy, spec.teacher_top_k(config), spec.allows_mtp or not config.model.mtp_depth)
         if wanted != (has.reads_entropy and spec.reads_entropy, has.teacher_top_k(config), True) and name != default:
             raise ConfigError(
-                [
-                    f'the head of this model computes what "{default}" reads, and objective "{name}" reads more: set '
-                    f'training.objective = "{name}"'
-                ]
+                f'the head of this model computes what "{default}" reads, and objective "{name}" reads more: set '
+                f'training.objective = "{name}"'
             )
         return OBJECTIVES.implementation(name).build(config, self.meshes)
 
@@ -294,16 +288,14 @@ class Session:
         local, computed = self._local(batch, per_data_rank), self._objective(objective)
         if self._counts is not None and counts is not self._counts:
             raise ConfigError(
-                [
-                    "this step has had a forward_backward call, which was divided by other counts: give all calls of a "
-                    "step counts=total, where total = run.count(a) + run.count(b) + ..."
-                ]
+                "this step has had a forward_backward call, which was divided by other counts: give all calls of a "
+                "step counts=total, where total = run.count(a) + run.count(b) + ..."
             )
         if not self.training.gradients.trained:
-            raise ConfigError(["this run was opened with trains=False: it has log_probs alone"])
+            raise ConfigError("this run was opened with trains=False: it has log_probs alone")
         counts = counts or self._count(local, objective)
         if objective not in counts.divisors:
-            raise ConfigError([f"counts has no objective {objective!r}: add run.count(batch, objective)"])
+            raise ConfigError(f"counts has no objective {objective!r}: add run.count(batch, objective)")
         with self._head_options(temperature, entropy):  # a call that it refuses begins no step
             if self._counts is None:
                 self._begin_step(counts)
@@ -386,12 +378,12 @@ class Session:
             ConfigError: the temperature is not above 0, or the objective's head can do neither.
         """
         if not 0 < temperature < math.inf:
-            raise ConfigError([f"temperature = {temperature} divides the logits: give more than 0, or 1 for none"])
+            raise ConfigError(f"temperature = {temperature} divides the logits: give more than 0, or 1 for none")
         name = self.config.training.objective
         changed = temperature != 1 or entropy or self.ids < self.config.model.vocab_size
         if changed and OBJECTIVES.look_up(name).teacher_top_k(self.config)[0]:
             raise ConfigError(
-                [f'the head of objective "{name}" returns neither entropies nor a loss with a temperature or fewer ids']
+                f'the head of objective "{name}" returns neither entropies nor a loss with a temperature or fewer ids'
             )
         heads = [stage.head for stage in self.training.stages if isinstance(stage.head, Head)]
         before = [(head.loss_temperature, head.with_entropy) for head in heads]
@@ -424,7 +416,7 @@ class Session:
                 only after skip_limit such steps.
         """
         if self._counts is None:
-            raise ConfigError(["there are no gradients: call forward_backward before optim_step"])
+            raise ConfigError("there are no gradients: call forward_backward before optim_step")
         training, counts = self.training, self._counts
         by_name: dict[str, Tensor] = {}
         for objective, sums in self._results:
@@ -551,7 +543,7 @@ class Session:
             try:
                 carried = from_rank(self.group, 0, self.training.checkpoints.find_carried)
             except CheckpointError as error:
-                raise ConfigError([str(error)]) from None
+                raise ConfigError(str(error)) from None
             self._exports[key] = LiveExport(
                 self.shards,
                 self.config.model,
@@ -609,14 +601,14 @@ class Session:
             ConfigError: on all ranks, between `forward_backward` and `optim_step`, or if it cannot be written.
         """
         if self._counts is not None:
-            raise ConfigError(["a step is open: call optim_step before save"])
+            raise ConfigError("a step is open: call optim_step before save")
         folder = Path(folder)
         if self.rank == 0:
             folder.parent.mkdir(parents=True, exist_ok=True)
         try:
             self.training.checkpoints.save_to(folder, self.group)
         except CheckpointError as error:
-            raise ConfigError([str(error)]) from None
+            raise ConfigError(str(error)) from None
         return folder
 
     def close(self) -> None:

@@ -49,7 +49,7 @@ def has_begun(config: Config) -> bool:
             checkpoints_folder(run_folder(config.job), config.checkpoint)
         )
     except Unreadable as error:  # perhaps only on this rank: it must not assume that the run has not begun
-        raise ConfigError([str(error)]) from None
+        raise ConfigError(str(error)) from None
 
 
 @dataclass
@@ -215,7 +215,7 @@ def checkpoint_to_resume(config: Config) -> tuple[Path | None, dict[str, Any]]:
             return None, {}
         return start.path, layout.read_manifest(start.path).record
     except Unreadable as error:
-        raise ConfigError([str(error)]) from None
+        raise ConfigError(str(error)) from None
     except CheckpointError:
         return None, {}  # reported where it is loaded, on one rank
 

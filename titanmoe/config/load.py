@@ -31,11 +31,15 @@ _UNLISTED = re.compile(r"and (\d[\d,]*) more ")
 
 
 class ConfigError(ValueError):
-    """The error for a config that cannot run, with every reason in `problems` and the config's origin in `source`."""
+    """The error for a config that cannot run, with every reason in `problems` and the config's origin in `source`.
 
-    def __init__(self, problems: list[str], source: str = ""):
+    Args:
+        problems: the reasons; a text is one.
+    """
+
+    def __init__(self, problems: str | list[str], source: str = ""):
         super().__init__(problems, source)  # pickle makes the exception from these arguments
-        self.problems, self.source = problems, source
+        self.problems, self.source = [problems] if isinstance(problems, str) else problems, source
 
     def __str__(self) -> str:
         return format_problems(self.problems, self.source)

@@ -28,10 +28,8 @@ def recipe_ranks(draft: Draft) -> int:
     if recipe and not ranks and (comment := _COMMENT.fullmatch(recipe.text.partition("\n")[0].rstrip())):
         table = f"below [job] in line {recipe.lines['job']}" if "job" in recipe.lines else "below a line [job]"
         raise ConfigError(
-            [
-                f"{recipe.name}:1: the comment {comment[0]} does not say the number of ranks any more: "
-                f"write ranks = {comment[1]} {table}, or give --ranks N"
-            ]
+            f"{recipe.name}:1: the comment {comment[0]} does not say the number of ranks any more: "
+            f"write ranks = {comment[1]} {table}, or give --ranks N"
         )
     return ranks
 
@@ -57,7 +55,7 @@ def world_of(ranks: int | None, argv: Sequence[str], components: Components) -> 
         if not ranks:
             raise draft.error("on how many ranks? Give --ranks N, or write it into the recipe: ranks = N below [job]")
     if ranks < 1:
-        raise ConfigError([f"--ranks = {ranks} is not a number of ranks: use 1 or more"])
+        raise ConfigError(f"--ranks = {ranks} is not a number of ranks: use 1 or more")
     return ranks
 
 

@@ -63,24 +63,24 @@ class ChatEncoder:
         try:
             import jinja2
         except ImportError:
-            raise ConfigError([f"{origin}: chat templates need the package jinja2: pip install jinja2"]) from None
+            raise ConfigError(f"{origin}: chat templates need the package jinja2: pip install jinja2") from None
         if len(template) > MAX_TEMPLATE:
             raise ConfigError(
-                [f"{origin}: the chat template has more than {MAX_TEMPLATE:,} characters, the limit: {USE_ANOTHER}"]
+                f"{origin}: the chat template has more than {MAX_TEMPLATE:,} characters, the limit: {USE_ANOTHER}"
             )
         self._errors = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
         self._type_errors = (TypeError, jinja2.UndefinedError)
         try:
             self._compiled = ChatTemplate(template, OPEN, CLOSE)
         except OverBudget as error:
-            raise ConfigError([f"{origin}: compiling the chat template {error}: {USE_ANOTHER}"]) from None
+            raise ConfigError(f"{origin}: compiling the chat template {error}: {USE_ANOTHER}") from None
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(
-                [f"{origin}:{error.lineno}: the chat template is not Jinja: {error.message}: correct it there"]
+                f"{origin}:{error.lineno}: the chat template is not Jinja: {error.message}: correct it there"
             ) from None
         except (RecursionError, SyntaxError, ValueError, OverflowError) as error:
             text = _shorten(f"{type(error).__name__} {error}")
-            raise ConfigError([f"{origin}: the chat template cannot be compiled: {text}: {USE_ANOTHER}"]) from None
+            raise ConfigError(f"{origin}: the chat template cannot be compiled: {text}: {USE_ANOTHER}") from None
         self.has_generation_tags = self._compiled.has_generation_tags
         self._tools: list[dict[str, Any]] | None = None
         """Tools of the conversation that is being encoded."""
@@ -253,7 +253,7 @@ class ChatEncoder:
                 *({"messages": messages, "add_generation_prompt": prompt} | shared for messages, prompt in requests)
             )
         except OverBudget as error:
-            raise ConfigError([f"the chat template {self.origin} {error}: {USE_ANOTHER}"]) from None
+            raise ConfigError(f"the chat template {self.origin} {error}: {USE_ANOTHER}") from None
         except RecursionError:
             raise ChatError(
                 f"the chat template {self.origin}, or the messages, are nested too deeply: flatten them"
@@ -326,11 +326,9 @@ class ChatEncoder:
                 if not longer.startswith(shorter):
                     at = next((i for i, (a, b) in enumerate(zip(shorter, longer, strict=False)) if a != b), len(longer))
                     raise ConfigError(
-                        [
-                            f"the chat template {self.origin} does not show what the assistant said: {what} (from "
-                            f"character {at}: {shorter[at : at + 30]!r}, then {longer[at : at + 30]!r}). "
-                            f"{self._marking_advice(self._render(messages[:n]), prompt, through, messages[n])}"
-                        ]
+                        f"the chat template {self.origin} does not show what the assistant said: {what} (from "
+                        f"character {at}: {shorter[at : at + 30]!r}, then {longer[at : at + 30]!r}). "
+                        f"{self._marking_advice(self._render(messages[:n]), prompt, through, messages[n])}"
                     )
             spans.append((len(prompt), len(through)))
         return full_text, spans
@@ -414,11 +412,11 @@ def open_chat_encoder(template: str, tokenizer: Tokenizer) -> ChatEncoder:
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or error
             raise ConfigError(
-                [f"chat template {file}: {reason}: name a Jinja file (chat_template), or none for the tokenizer's own"]
+                f"chat template {file}: {reason}: name a Jinja file (chat_template), or none for the tokenizer's own"
             ) from None
     folder = getattr(tokenizer, "file", None)
     if folder is None:
-        raise ConfigError([f"the byte tokenizer has no chat template of its own: {NAME_ONE}"])
+        raise ConfigError(f"the byte tokenizer has no chat template of its own: {NAME_ONE}")
     template_file, settings = folder.parent / CHAT_TEMPLATE, folder.parent / SETTINGS
     if template_file.is_file():
         return ChatEncoder(_read_template(template_file), str(template_file), tokenizer)
@@ -427,7 +425,7 @@ def open_chat_encoder(template: str, tokenizer: Tokenizer) -> ChatEncoder:
         template_text = next((entry["template"] for entry in template_text if entry.get("name") == "default"), None)
     if not template_text:
         lacks = f"{folder.parent} has no chat template ({template_file.name}, or in {SETTINGS})"
-        raise ConfigError([f"{lacks}: copy one there, or {NAME_ONE}"])
+        raise ConfigError(f"{lacks}: copy one there, or {NAME_ONE}")
     return ChatEncoder(template_text, str(settings), tokenizer)
 
 

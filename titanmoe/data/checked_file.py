@@ -57,7 +57,7 @@ class CheckedFile:
                 touched = np.unique(items * size // self.block)
             for block in touched[~self._is_checked[touched]].tolist():
                 if where := self._changed_range(block):
-                    raise ConfigError([f"{self.file} has changed since it was written, {where}: {self.advice}"])
+                    raise ConfigError(f"{self.file} has changed since it was written, {where}: {self.advice}")
                 self._is_checked[block] = True
         return self.items[items]
 

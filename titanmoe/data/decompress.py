@@ -31,7 +31,7 @@ def open_decompressed(file: str) -> Iterator[tuple[io.BufferedIOBase, io.Buffere
     try:
         raw = open_url(file) if is_url(file) else open(file, "rb", buffering=1 << 20)  # noqa: SIM115 (closed below)
     except OSError as error:
-        raise ConfigError([f"{file} cannot be read: {error.strerror}: check the path and its permissions"]) from None
+        raise ConfigError(f"{file} cannot be read: {error.strerror}: check the path and its permissions") from None
     with closing(raw):
         stream: Any = raw
         if file.endswith(".gz"):
@@ -83,4 +83,4 @@ def _zstd_class(file: str) -> Any:
 
         return lambda: zstandard.ZstdDecompressor().decompressobj()
     except ImportError:
-        raise ConfigError([f"{file}: reading .zst needs the package zstandard: pip install zstandard"]) from None
+        raise ConfigError(f"{file}: reading .zst needs the package zstandard: pip install zstandard") from None

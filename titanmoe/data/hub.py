@@ -63,7 +63,7 @@ class HubRepo(NamedTuple):
             cache = _cache()
         except ImportError:
             needs = 'fetching it needs the package huggingface_hub: pip install "titanmoe[hub]"'
-            raise ConfigError([f"{title}, and {needs}"]) from None
+            raise ConfigError(f"{title}, and {needs}") from None
         if (folder := self.cached_folder()) and is_complete(folder):
             return folder
         with one_at_a_time(cache, self._key):
@@ -72,7 +72,7 @@ class HubRepo(NamedTuple):
             try:  # the revision that is there in part already, or the newest
                 return Path(download(folder.name if folder else self.revision))
             except Exception as error:  # the package raises its own, its HTTP client's, and the system's
-                raise ConfigError([f"{title}, {self._describe_failure(cache, error)}"]) from None
+                raise ConfigError(f"{title}, {self._describe_failure(cache, error)}") from None
 
     @property
     def _key(self) -> str:
@@ -107,7 +107,7 @@ def one_at_a_time(folder: Path, key: str) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         stream = (folder / f".titanmoe-{key}.lock").open("w")
     except OSError as error:
-        raise ConfigError([f"cannot write to the cache {folder}: {error.strerror}"]) from None
+        raise ConfigError(f"cannot write to the cache {folder}: {error.strerror}") from None
     with stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
         yield

@@ -83,7 +83,7 @@ def parse_name(entry: str) -> HubDataset:
     """Return the data set that an entry of data.paths names; raise a ConfigError if it is malformed."""
     if not (match := NAME.fullmatch(entry)):
         form = "hf:OWNER/NAME, hf:OWNER/NAME:SPLIT or hf:OWNER/NAME@REVISION:SUBSET/SPLIT"
-        raise ConfigError([f"{entry!r} does not name a data set on the Hugging Face hub: write {form}"])
+        raise ConfigError(f"{entry!r} does not name a data set on the Hugging Face hub: write {form}")
     return HubDataset(HubRepo(match[1], match[2] or MAIN, DATASET), match[3] or "", match[4] or "")
 
 
@@ -219,19 +219,17 @@ def _choose_split(dataset: HubDataset, folder: Path) -> list[str]:
     if splits and split not in splits:
         missing = f"has no split {split!r}" if dataset.split else "has several splits"
         raise ConfigError(
-            [f"{where} {missing}: name one, {', '.join(f'{title}:{prefix}{name}' for name in [*splits][:MOST_NAMED])}"]
+            f"{where} {missing}: name one, {', '.join(f'{title}:{prefix}{name}' for name in [*splits][:MOST_NAMED])}"
         )
     if not splits.get(split):
         kinds = ", ".join(sorted({PurePosixPath(name).suffix for name in names} - {"", ".md"})) or "none"
         raise ConfigError(
-            [
-                f"{title}:{prefix}{split} has no Parquet or JSONL files (the data set has {kinds}): the hub may offer "
-                f"it as Parquet, {title}@{CONVERTED}:{dataset.subset or 'default'}/{split}"
-            ]
+            f"{title}:{prefix}{split} has no Parquet or JSONL files (the data set has {kinds}): the hub may offer "
+            f"it as Parquet, {title}@{CONVERTED}:{dataset.subset or 'default'}/{split}"
         )
     counts = Counter(int(n) for name in splits[split] for n in re.findall(r"-\d{5}-of-(\d{5})", name))
     if not _list_file(folder).is_file() and any(count % number for number, count in counts.items()):
-        raise ConfigError([f"{title}:{prefix}{split}: the cache lacks some of its files: set HF_HUB_OFFLINE=0 once"])
+        raise ConfigError(f"{title}:{prefix}{split}: the cache lacks some of its files: set HF_HUB_OFFLINE=0 once")
     return splits[split]
 
 
@@ -254,7 +252,7 @@ def _find_splits(dataset: HubDataset, names: list[str], card: Mapping[str, Any])
             title = f"{PREFIX}{dataset.repo.name}"
             missing = f"has no subset {subset!r}" if dataset.subset else "has several subsets"
             examples = [f"{title}:{name}/{dataset.split or 'train'}" for name in [*configs][:MOST_NAMED]]
-            raise ConfigError([f"{title} {missing}: name one, {', '.join(examples)}"])
+            raise ConfigError(f"{title} {missing}: name one, {', '.join(examples)}")
         folder = str(configs[subset].get("data_dir") or "").removeprefix("./").strip("/")
         patterns = configs[subset].get("data_files")
     inside = [name.removeprefix(f"{folder}/") for name in files if not folder or name.startswith(f"{folder}/")]
@@ -272,7 +270,7 @@ def _read_card(file: Path) -> dict[str, Any]:
     try:
         return (huggingface_hub.metadata_load(file) if file.is_file() else None) or {}
     except Exception as error:  # the parser of YAML raises its own
-        raise ConfigError([f"{file} has YAML that cannot be read: {' '.join(str(error).split()):.300}"]) from None
+        raise ConfigError(f"{file} has YAML that cannot be read: {' '.join(str(error).split()):.300}") from None
 
 
 def _match_patterns(data_files: Any, names: list[str]) -> Iterator[tuple[str, list[str]]]:

@@ -67,11 +67,9 @@ class BatchLayout:
         for token in self.media_tokens:
             if (arrays[0] == token).any():
                 raise ConfigError(
-                    [
-                        f"the data has token {token}, which stands for an image or a video (model.media_tokens = "
-                        f"{self.media_tokens}), and only text is trained: leave documents with it out, or set "
-                        "media_tokens = [] to train it as any other token"
-                    ]
+                    f"the data has token {token}, which stands for an image or a video (model.media_tokens = "
+                    f"{self.media_tokens}), and only text is trained: leave documents with it out, or set "
+                    "media_tokens = [] to train it as any other token"
                 )
         fields = (None if x is None else torch.from_numpy(x) for x in arrays)
         number_B = None if number_N is None else torch.from_numpy(number_N)

@@ -51,10 +51,8 @@ def open_documents(config: Config, entry: str, field: str = "") -> ShardDocument
         )
     if config.data.label_weights and not documents.has_label_weights:
         raise ConfigError(
-            [
-                f"data.label_weights = true, and {entry!r} has no weights of labels: make its shards from chats with "
-                "titanmoe tokenize --label-weights, or name the chats themselves"
-            ]
+            f"data.label_weights = true, and {entry!r} has no weights of labels: make its shards from chats with "
+            "titanmoe tokenize --label-weights, or name the chats themselves"
         )
     _check_vocab_size(config, entry, documents.vocab_size)
     _check_same_tokenizer(config, entry, documents)
@@ -85,13 +83,11 @@ def _find_path(config: Config, entry: str) -> Path:
     path = Path(entry).expanduser()
     is_remote = is_url(entry) or is_hub_dataset(entry)
     if is_remote and FORMATS.look_up(config.data.format).tokenized:
-        raise ConfigError([f"{entry!r}: token shards are read from a disk: copy their folder to one"])
+        raise ConfigError(f"{entry!r}: token shards are read from a disk: copy their folder to one")
     if not is_remote and not path.exists() and not glob.has_magic(entry):
         raise ConfigError(
-            [
-                f"{entry!r} does not exist (looked for {path.absolute()}): make it with `titanmoe tokenize`, for which "
-                "a recipe has the command in its first lines, or use random tokens with --data.source synthetic"
-            ]
+            f"{entry!r} does not exist (looked for {path.absolute()}): make it with `titanmoe tokenize`, for which "
+            "a recipe has the command in its first lines, or use random tokens with --data.source synthetic"
         )
     return path
 
@@ -132,10 +128,8 @@ def _tokenize_into_cache(config: Config, entry: str, name: str, field: str) -> P
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            [
-                f"data.cache: cannot write to {out.absolute()}: {error.strerror}: name another folder, or make shards "
-                "with `titanmoe tokenize` and name those in data.paths"
-            ]
+            f"data.cache: cannot write to {out.absolute()}: {error.strerror}: name another folder, or make shards "
+            "with `titanmoe tokenize` and name those in data.paths"
         ) from None
     new = not is_shards(out)
     # The ranks of a node start together, and one of them does the work.
@@ -149,10 +143,8 @@ def _tokenize_into_cache(config: Config, entry: str, name: str, field: str) -> P
 def _check_vocab_size(config: Config, entry: str, vocab_size: int) -> None:
     if vocab_size > config.model.vocab_size:
         raise ConfigError(
-            [
-                f"model.vocab_size = {config.model.vocab_size} is below {vocab_size}, the vocabulary of {entry!r} and "
-                f"its tokenizer: use {vocab_size} or more ({-(-vocab_size // 64) * 64} suits tp up to 64)"
-            ]
+            f"model.vocab_size = {config.model.vocab_size} is below {vocab_size}, the vocabulary of {entry!r} and "
+            f"its tokenizer: use {vocab_size} or more ({-(-vocab_size // 64) * 64} suits tp up to 64)"
         )
 
 
@@ -167,10 +159,8 @@ def _check_same_tokenizer(config: Config, entry: str, documents: ShardDocuments)
     first: dict[str, Any] = read_manifest(Path(shards[0]).expanduser())["tokenizer"]
     if first != documents.tokenizer:
         raise ConfigError(
-            [
-                f"{entry!r} was made with another tokenizer ({documents.tokenizer['identity']}) than {shards[0]!r} "
-                f"({first['identity']}): make both with one, or set data.tokenizer to that of {shards[0]}/{MANIFEST}"
-            ]
+            f"{entry!r} was made with another tokenizer ({documents.tokenizer['identity']}) than {shards[0]!r} "
+            f"({first['identity']}): make both with one, or set data.tokenizer to that of {shards[0]}/{MANIFEST}"
         )
 
 

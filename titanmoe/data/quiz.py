@@ -74,7 +74,7 @@ def read_task(path: str) -> Task:
         lines = file.read_bytes().splitlines()
     except OSError as error:
         why = f"{file.absolute()} cannot be read: {error.strerror}: check the path and its permissions"
-        raise ConfigError([f"validation.quiz.paths: {why}"]) from None
+        raise ConfigError(f"validation.quiz.paths: {why}") from None
     questions, problems = [], []
     for number, line in enumerate(lines, 1):
         try:

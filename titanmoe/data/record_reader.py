@@ -176,10 +176,8 @@ class RecordReader:
         `subject` names what is too long, such as "the line".
         """
         return ConfigError(
-            [
-                f"{place}: {subject} has more than {self.max_mb} MiB unpacked, the limit for a document "
-                "(max_document_mb): raise that, or leave it out"
-            ]
+            f"{place}: {subject} has more than {self.max_mb} MiB unpacked, the limit for a document "
+            "(max_document_mb): raise that, or leave it out"
         )
 
     def _line(self, stream: io.BufferedIOBase, where: Callable[[], str]) -> bytes:
@@ -254,14 +252,14 @@ def file_errors(file: str) -> Iterator[None]:
     except ConfigError:
         raise
     except EOFError:
-        raise ConfigError([f"{file} ends in the middle of compressed data: copy the full file again"]) from None
+        raise ConfigError(f"{file} ends in the middle of compressed data: copy the full file again") from None
     except RecursionError:
-        raise ConfigError([f"{file} is nested too deeply to be read: flatten the records"]) from None
+        raise ConfigError(f"{file} is nested too deeply to be read: flatten the records") from None
     except Exception as error:
         module = type(error).__module__.partition(".")[0]
         if isinstance(error, (OSError, zlib.error)) or module in ("zstandard", "compression", "pyarrow", "_zstd"):
             why = f"cannot be read: {' '.join(str(error).split())}: check the permissions, or copy the file again"
-            raise ConfigError([f"{file} {why}"]) from None
+            raise ConfigError(f"{file} {why}") from None
         if not is_url(file):
             raise
         with url_errors(file):

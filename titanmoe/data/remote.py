@@ -41,7 +41,7 @@ def file_system(url: str) -> tuple[Any, str]:
     try:
         import fsspec
     except ImportError:
-        raise ConfigError([f'{url}: reading it needs the package fsspec: pip install "titanmoe[remote]"']) from None
+        raise ConfigError(f'{url}: reading it needs the package fsspec: pip install "titanmoe[remote]"') from None
     with url_errors(url):
         return fsspec.core.url_to_fs(url)
 
@@ -55,7 +55,7 @@ def url_errors(url: str) -> Iterator[None]:
         raise
     except Exception as error:
         why = f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
-        raise ConfigError([f"{url} cannot be read: {why}: check the address and the credentials"]) from None
+        raise ConfigError(f"{url} cannot be read: {why}: check the address and the credentials") from None
 
 
 def open_url(url: str) -> BufferedIOBase:
@@ -104,7 +104,7 @@ def _remote_file(system: Any, path: str, info: dict[str, Any], matched: bool) ->
     if info.get("size") is None:
         info = system.info(path)
     if info.get("size") is None:
-        raise ConfigError([f"{url}: the server does not say how large it is: copy it here"])
+        raise ConfigError(f"{url}: the server does not say how large it is: copy it here")
     stated = [(key, str(info[key])) for key in (*VERSION_KEYS, "created") if info.get(key) is not None]
     version = int.from_bytes(blake2b(repr(stated).encode(), digest_size=7).digest(), "big")
     return RemoteFile(url, info["size"], version, matched)

@@ -150,11 +150,9 @@ def open_validation_sources(config: Config, held_out: Sequence[Documents]) -> So
     nonempty = [corpus for corpus in held_out if len(corpus)]
     if not nonempty:
         raise ConfigError(
-            [
-                f"validation.held_out = {validation.held_out} holds out every {validation.held_out}th document, but no "
-                "source has that many, or enough tokens to hold out the last of them (training.seq_len + 1 = "
-                f"{training.seq_len + 1}): lower it, or name validation.paths"
-            ]
+            f"validation.held_out = {validation.held_out} holds out every {validation.held_out}th document, but no "
+            "source has that many, or enough tokens to hold out the last of them (training.seq_len + 1 = "
+            f"{training.seq_len + 1}): lower it, or name validation.paths"
         )
     return _pack_and_mix(config, nonempty, [], f"validation.held_out = {validation.held_out}", 1)
 
@@ -247,25 +245,21 @@ def _open_source(config: Config, path: str, field: str) -> Documents:
     tokenizer = ByteTokenizer()
     if config.model.vocab_size < tokenizer.vocab_size:
         raise ConfigError(
-            [
-                f"model.vocab_size = {config.model.vocab_size} is below the byte tokenizer's {tokenizer.vocab_size}: "
-                f"use {tokenizer.vocab_size} or more (320 suits tp up to 64)"
-            ]
+            f"model.vocab_size = {config.model.vocab_size} is below the byte tokenizer's {tokenizer.vocab_size}: "
+            f"use {tokenizer.vocab_size} or more (320 suits tp up to 64)"
         )
     root = Path(sysconfig.get_path("stdlib"))
     files = [file for file in walk(root, NOT_STDLIB) if file.suffix == ".py"]
     if not files:
         raise ConfigError(
-            [
-                f'data.source = "stdlib" finds no .py files under {root}, this Python\'s library: '
-                'use data.source = "files" with data.paths'
-            ]
+            f'data.source = "stdlib" finds no .py files under {root}, this Python\'s library: '
+            'use data.source = "files" with data.paths'
         )
     try:
         tokens = [tokenizer.document(file.read_bytes()) for file in files]
     except OSError as error:
         why = f"{error.filename} cannot be read: {error.strerror}: check the path and its permissions"
-        raise ConfigError([why]) from None
+        raise ConfigError(why) from None
     documents = MemoryDocuments(
         STDLIB, np.concatenate(tokens), np.append(0, np.cumsum([len(file_tokens) for file_tokens in tokens]))
     )

@@ -77,13 +77,11 @@ class StoredScores:
             if self.top_k:
                 self.dtype = self.top_k.record(self.dtype)
         except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError([f"{folder / MANIFEST} was changed: it cannot be read ({error!r})"]) from None
+            raise ConfigError(f"{folder / MANIFEST} was changed: it cannot be read ({error!r})") from None
         if shards != documents.fingerprint:
             raise ConfigError(
-                [
-                    f"{folder} has scores of other shards ({shards}, and {documents.folder} is "
-                    f"{documents.fingerprint}): remove that folder, and the scores are recomputed"
-                ]
+                f"{folder} has scores of other shards ({shards}, and {documents.folder} is "
+                f"{documents.fingerprint}): remove that folder, and the scores are recomputed"
             )
         tokens = np.diff(self.first_token).tolist()
         wrong = [
@@ -92,7 +90,7 @@ class StoredScores:
             if not (file := self._file(name)).is_file() or file.stat().st_size != count * self.dtype.itemsize
         ]
         if wrong:
-            raise ConfigError([f"{wrong[0]} is missing or was truncated: {self.advice}"])
+            raise ConfigError(f"{wrong[0]} is missing or was truncated: {self.advice}")
         self._files: dict[int, CheckedFile] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -127,9 +125,9 @@ class StoredScores:
         try:
             data = file.read_bytes()
         except OSError as error:
-            raise ConfigError([f"{file} cannot be read: {error.strerror}: {self.advice}"]) from None
+            raise ConfigError(f"{file} cannot be read: {error.strerror}: {self.advice}") from None
         if zlib.crc32(data) != self.sums.get(name):
-            raise ConfigError([f"{file} has changed since it was written: {self.advice}"])
+            raise ConfigError(f"{file} has changed since it was written: {self.advice}")
         return np.frombuffer(data, "<u4")
 
     def find_changed_files(self) -> list[str]:
@@ -169,7 +167,7 @@ def open_teacher_log_probs(documents: ShardDocuments, name: str, top_k: TopK, se
         others = ", ".join(file.parent.name for file in sorted(folder.parent.glob(f"[!.]*-top*/{MANIFEST}"))) or "none"
         fix = f"titanmoe score TEACHERS_RECIPE --top {top_k.top} --data {documents.folder}"
         raise ConfigError(
-            [f"distillation.scores = {name!r}: there are none in {folder.parent} (of other names: {others}): {fix}"]
+            f"distillation.scores = {name!r}: there are none in {folder.parent} (of other names: {others}): {fix}"
         )
     scores, problems = StoredScores(folder, documents), []
     settings = scores.top_k
@@ -207,9 +205,9 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     try:
         manifest = parse_json(file.read_bytes())
     except (OSError, ValueError) as error:
-        raise ConfigError([f"{file} cannot be read: {error}: {_advice(folder)}"]) from None
+        raise ConfigError(f"{file} cannot be read: {error}: {_advice(folder)}") from None
     if not isinstance(manifest, dict) or (manifest.get("format"), manifest.get("version")) != (FORMAT, VERSION):
-        raise ConfigError([f"{file} is no manifest of scores: {_advice(folder)}"])
+        raise ConfigError(f"{file} is no manifest of scores: {_advice(folder)}")
     return manifest
 
 
@@ -264,7 +262,7 @@ class ScoreWriter:
                 with file.open("wb") as stream:  # on a full disk, writing to a mapped file kills the process
                     os.posix_fallocate(stream.fileno(), 0, size)
             except OSError as error:
-                raise ConfigError([write_error(file, error, size)]) from None
+                raise ConfigError(write_error(file, error, size)) from None
             self._maps.append(map_file(file, self.dtype, writable=True))
 
     def _file(self, name: str) -> Path:
@@ -299,7 +297,7 @@ class ScoreWriter:
             write_json(manifest, self.manifest | {"crc32": crc32s, SUMS: sums})
             fsync_folder(self.unfinished)
         except OSError as error:
-            raise ConfigError([write_error(Path(error.filename or manifest), error, BLOCK)]) from None
+            raise ConfigError(write_error(Path(error.filename or manifest), error, BLOCK)) from None
         shutil.rmtree(self.folder, ignore_errors=True)  # older scores, of shorter sequences
         with contextlib.suppress(OSError):  # another machine was first
             os.rename(self.unfinished, self.folder)

@@ -56,24 +56,22 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except FileNotFoundError:
         if (folder / WORK).is_dir():
             raise ConfigError(
-                [f"{folder} holds unfinished token shards: give the titanmoe tokenize command again"]
+                f"{folder} holds unfinished token shards: give the titanmoe tokenize command again"
             ) from None
-        raise ConfigError([f"{folder} contains no token shards: there is no {file.absolute()}: {MAKE}"]) from None
+        raise ConfigError(f"{folder} contains no token shards: there is no {file.absolute()}: {MAKE}") from None
     except (OSError, ValueError) as error:
-        raise ConfigError([f"{file} cannot be read: {error}: check the permissions, or {REMAKE}"]) from None
+        raise ConfigError(f"{file} cannot be read: {error}: check the permissions, or {REMAKE}") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise ConfigError([f"{file} is not a manifest of token shards: {REMAKE}"])
+        raise ConfigError(f"{file} is not a manifest of token shards: {REMAKE}")
     if manifest.get("version") != VERSION:
         raise ConfigError(
-            [
-                f"{file} is of version {manifest.get('version')}, and this titanmoe reads version {VERSION}: use the "
-                f"titanmoe that made the shards, or {REMAKE}"
-            ]
+            f"{file} is of version {manifest.get('version')}, and this titanmoe reads version {VERSION}: use the "
+            f"titanmoe that made the shards, or {REMAKE}"
         )
     shards = manifest.get("shards")
     for name in [shard.get("name") for shard in shards if isinstance(shard, dict)] if isinstance(shards, list) else []:
         if not isinstance(name, str) or not name or name.startswith(".") or not {"/", "\0"}.isdisjoint(name):
-            raise ConfigError([f"{file} was changed: {name!r:.80} in it is no file of that folder: {REMAKE}"])
+            raise ConfigError(f"{file} was changed: {name!r:.80} in it is no file of that folder: {REMAKE}")
     return manifest
 
 
@@ -143,10 +141,8 @@ class StoredTokenizer(NamedTuple):
         tokenizer = open_tokenizer(otherwise)
         if tokenizer.identity != self.identity:
             raise ConfigError(
-                [
-                    f"{self.folder.parent} was made with the tokenizer {self.identity}, which is not beside its shards,"
-                    f" and data.tokenizer = {otherwise!r} is {tokenizer.identity}: set it to the one that made them"
-                ]
+                f"{self.folder.parent} was made with the tokenizer {self.identity}, which is not beside its shards,"
+                f" and data.tokenizer = {otherwise!r} is {tokenizer.identity}: set it to the one that made them"
             )
         return tokenizer
 
@@ -190,7 +186,7 @@ class ShardDocuments(Documents):
             ]
             sums = json.dumps([manifest["dtype"], [(shard["tokens"], shard["crc32"]) for shard in shards]])
         except (KeyError, TypeError, AttributeError) as error:
-            raise ConfigError([f"{folder / MANIFEST} was changed: it cannot be read ({error!r})"]) from None
+            raise ConfigError(f"{folder / MANIFEST} was changed: it cannot be read ({error!r})") from None
         if (sum(documents), sum(tokens)) != (manifest["documents"], manifest["tokens"]):
             problems.append(f"{folder / MANIFEST} was changed: its shards do not add up to its documents and tokens")
         if len(problems) > MAX_PROBLEMS:
@@ -243,10 +239,8 @@ class ShardDocuments(Documents):
             if extension == "tokens" and int(array.max()) >= self.vocab_size:
                 at = begin + int(array.argmax())
                 raise ConfigError(
-                    [
-                        f"{file.file} has token {array.max()} at position {at:,}, beyond the "
-                        f"vocabulary of {self.vocab_size} in {self.folder / MANIFEST}: make the shards again"
-                    ]
+                    f"{file.file} has token {array.max()} at position {at:,}, beyond the "
+                    f"vocabulary of {self.vocab_size} in {self.folder / MANIFEST}: make the shards again"
                 )
             arrays.append(array)
         if len(arrays) == 1:

@@ -175,7 +175,7 @@ def tokenize(plan: ShardPlan, workers: int, wait: bool = False, log: Callable[[s
         # Listed once, since another process may be creating files.
         names = {path.name for path in out.iterdir()} if out.is_dir() else set()
         if names - {LOCK} and not names & {WORK, MANIFEST}:
-            raise ConfigError([f"{out} has other files in it: name a folder that is new or empty"])
+            raise ConfigError(f"{out} has other files in it: name a folder that is new or empty")
         out.mkdir(parents=True, exist_ok=True)
         with _lock_folder(out, wait):
             if is_shards(out):
@@ -186,7 +186,7 @@ def tokenize(plan: ShardPlan, workers: int, wait: bool = False, log: Callable[[s
     except OSError as error:
         where = error.filename or out
         raise ConfigError(
-            [f"{where} cannot be read or written: {error.strerror}: check the path, its permissions and the free space"]
+            f"{where} cannot be read or written: {error.strerror}: check the path, its permissions and the free space"
         ) from None
 
 
@@ -198,7 +198,7 @@ def _check_output_outside_inputs(out: Path, paths: list[str]) -> None:
     for path in paths:
         folder, target = Path(path).expanduser().resolve(), out.resolve()
         if target.is_relative_to(folder) and not any(name.startswith(".") for name in target.relative_to(folder).parts):
-            raise ConfigError([f"{out} is inside {path}, all of which is read: write the shards elsewhere"])
+            raise ConfigError(f"{out} is inside {path}, all of which is read: write the shards elsewhere")
 
 
 @contextmanager
@@ -212,7 +212,7 @@ def _lock_folder(out: Path, wait: bool) -> Iterator[None]:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
-            raise ConfigError([f"another process is writing to {out.absolute()}: wait for it, or stop it"]) from None
+            raise ConfigError(f"another process is writing to {out.absolute()}: wait for it, or stop it") from None
         yield
 
 
@@ -229,7 +229,7 @@ def _check_same_job(plan: ShardPlan, file: Path, made_from: dict[str, Any]) -> N
     ]
     what = ", ".join(changes) or "a file of the input has changed"
     raise ConfigError(
-        [f"{file} says that {file.parent} is being made, or was made, in another way: {what}. Name another --out"]
+        f"{file} says that {file.parent} is being made, or was made, in another way: {what}. Name another --out"
     )
 
 
@@ -275,10 +275,8 @@ def _make_shards(plan: ShardPlan, out: Path, workers: int, log: Callable[[str], 
         left_out = f" ({manifest['skipped']} bad lines and {manifest['empty']} empty documents were left out)"
         shutil.rmtree(work)
         raise ConfigError(
-            [
-                f"{', '.join(plan.job.paths)}: there are no documents{left_out}: name files with text, or the field "
-                "that has it (--field)"
-            ]
+            f"{', '.join(plan.job.paths)}: there are no documents{left_out}: name files with text, or the field "
+            "that has it (--field)"
         )
     write_json(out / MANIFEST, manifest, scratch=work)
     shutil.rmtree(work)

@@ -90,11 +90,9 @@ class JsonTokenizer:
             self._with_special = tokenizers.Tokenizer.from_str(self._source)
             self._plain = tokenizers.Tokenizer.from_str(self._source)
         except OSError as error:
-            raise ConfigError(
-                [f"{file} cannot be read: {error.strerror}: check the path and its permissions"]
-            ) from None
+            raise ConfigError(f"{file} cannot be read: {error.strerror}: check the path and its permissions") from None
         except Exception as error:  # the package has no exception class of its own
-            raise ConfigError([f"{file} is not a tokenizer.json that tokenizers can read: {error}"]) from None
+            raise ConfigError(f"{file} is not a tokenizer.json that tokenizers can read: {error}") from None
         for tokenizer in (self._plain, self._with_special):
             tokenizer.no_padding()
             tokenizer.no_truncation()
@@ -169,7 +167,7 @@ class JsonTokenizer:
         token = None if text is None else self._plain.token_to_id(text)
         if token is None:
             where = self.file.parent / SETTINGS
-            raise ConfigError([f"{where}: {name} is {text!r}, which is not a token of {self.file}"])
+            raise ConfigError(f"{where}: {name} is {text!r}, which is not a token of {self.file}")
         return token
 
     def _find_end_token(self, token_after_text: int | None) -> int:
@@ -185,10 +183,8 @@ class JsonTokenizer:
         if len(end_tokens) != 1:
             many = "several tokens that could be it" if end_tokens else "no token with a usual name"
             raise ConfigError(
-                [
-                    f"{self.file} does not say which token ends a document, and has {many}: put a {SETTINGS} next to "
-                    'it that does, such as {"eos_token": "</s>"}'
-                ]
+                f"{self.file} does not say which token ends a document, and has {many}: put a {SETTINGS} next to "
+                'it that does, such as {"eos_token": "</s>"}'
             )
         return end_tokens[0]
 
@@ -208,7 +204,7 @@ def open_tokenizer(name: str) -> Tokenizer:
     file = path / FILE if path.is_dir() else path
     if not file.is_file():
         raise ConfigError(
-            [f'tokenizer {name!r}: there is no file {file.absolute()}: name a {FILE}, its folder or "bytes"']
+            f'tokenizer {name!r}: there is no file {file.absolute()}: name a {FILE}, its folder or "bytes"'
         )
     return JsonTokenizer(file)
 
@@ -219,7 +215,7 @@ def _read_settings(file: Path) -> dict[str, Any]:
     try:
         settings = parse_json(file.read_bytes())
     except ValueError as error:
-        raise ConfigError([f"{file} is not JSON: {error}"]) from None
+        raise ConfigError(f"{file} is not JSON: {error}") from None
     return settings if isinstance(settings, dict) else {}
 
 

@@ -110,7 +110,7 @@ def _train(args: argparse.Namespace) -> list[str]:
             for span in split_spans(source, source.bytes):
                 for entry in texts_only(read_records(RecordReader(span, args.field)), args.field):
                     if isinstance(entry, BadRecord):
-                        raise ConfigError([entry.why])
+                        raise ConfigError(entry.why)
                     characters += len(entry.value)
                     yield entry.value
 
@@ -126,7 +126,7 @@ def _train(args: argparse.Namespace) -> list[str]:
     )
     tokenizer.train_from_iterator(texts(), trainer)
     if not characters:
-        raise ConfigError([f"there is no text in {', '.join(args.paths)}: a tokenizer is trained on some"])
+        raise ConfigError(f"there is no text in {', '.join(args.paths)}: a tokenizer is trained on some")
     args.out.mkdir(parents=True, exist_ok=True)
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "clean_up_tokenization_spaces": False}
     (args.out / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")

@@ -38,7 +38,7 @@ class Conversation:
         try:
             return self.chat.encode_prompt(self.messages).tolist()
         except ChatError as error:
-            raise ConfigError([f"--chat: {error}"]) from None
+            raise ConfigError(f"--chat: {error}") from None
 
 
 def read_lines() -> Iterator[str | None]:

@@ -54,7 +54,7 @@ def add_eval(commands: argparse._SubParsersAction) -> None:
 def _run(args: argparse.Namespace) -> int:
     if find_spec("lm_eval") is None:
         raise ConfigError(
-            ['titanmoe eval runs lm-evaluation-harness, which is not installed: pip install "titanmoe[eval]"']
+            'titanmoe eval runs lm-evaluation-harness, which is not installed: pip install "titanmoe[eval]"'
         )
     if problems := [
         f"--{name.replace('_', '-')} = {value} is below {low}: use {low} or more, or leave it out"
@@ -126,7 +126,7 @@ def _find_tasks(names: list[str], folder: str | None) -> tuple[list[str], Any]:
     from lm_eval.tasks import TaskManager
 
     if folder is not None and not Path(folder).is_dir():
-        raise ConfigError([f"--include-path {folder} is not a folder: name the one with the YAML files of tasks"])
+        raise ConfigError(f"--include-path {folder} is not a folder: name the one with the YAML files of tasks")
     manager = TaskManager(include_path=folder)
     problems = [
         f"--tasks {name}: there is no such task: lm_eval ls tasks lists all, and --include-path adds a folder with more"

@@ -199,10 +199,8 @@ def check_vocab_size(tokenizer: Tokenizer, trained: TrainedModel) -> None:
     vocab_size = trained.config.model.vocab_size
     if tokenizer.vocab_size > vocab_size:
         raise ConfigError(
-            [
-                f"the tokenizer has {tokenizer.vocab_size} tokens and the model of {trained.path} only {vocab_size}: "
-                "name the one it was trained with, as --tokenizer"
-            ]
+            f"the tokenizer has {tokenizer.vocab_size} tokens and the model of {trained.path} only {vocab_size}: "
+            "name the one it was trained with, as --tokenizer"
         )
 
 
@@ -228,7 +226,7 @@ def _encode(
         ids = [row.tolist() for row in tokenizer.encode_all(list(texts))]
     prompts = [Prompt(i, with_begin(row, tokenizer), args.completions) for i, row in enumerate(ids)]
     if empty := [prompt.number + 1 for prompt in prompts if not prompt.ids]:
-        raise ConfigError([f"prompt {empty[0]} is empty, and the tokenizer has no begin mark: give it some text"])
+        raise ConfigError(f"prompt {empty[0]} is empty, and the tokenizer has no begin mark: give it some text")
     return prompts
 
 

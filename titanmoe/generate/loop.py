@@ -200,10 +200,8 @@ class Generator:
         """
         if (completions := max((prompt.completions for prompt in prompts), default=1)) > size:
             raise ConfigError(
-                [
-                    f"a prompt has {completions} completions, and {size} texts are generated at a time: "
-                    f"let it be {completions}"
-                ]
+                f"a prompt has {completions} completions, and {size} texts are generated at a time: "
+                f"let it be {completions}"
             )
         data, world = self.meshes.data, self.meshes.world
         order = [(prompt.number, prompt.first_completion + i) for prompt in prompts for i in range(prompt.completions)]

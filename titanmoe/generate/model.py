@@ -113,13 +113,13 @@ def tokenizer_of(trained: TrainedModel, name: str | None) -> Tokenizer:
     if identity in (None, own_tokenizer.identity):
         is_of_run = trained.step is not None or (trained.adapters and trained.adapters.config)
         if not is_of_run and not carried:
-            raise ConfigError([f"{trained.path} has no {FILE}: name one with --tokenizer, or its folder, or bytes"])
+            raise ConfigError(f"{trained.path} has no {FILE}: name one with --tokenizer, or its folder, or bytes")
         return own_tokenizer
     if data.tokenizer != "bytes" and (data_tokenizer := open_tokenizer(data.tokenizer)).identity == identity:
         return data_tokenizer
     raise ConfigError(
-        [f"the run read token shards of the tokenizer {identity}, which is not with the checkpoint: name it with "
-         f"--tokenizer (a {FILE} or its folder)"]
+        f"the run read token shards of the tokenizer {identity}, which is not with the checkpoint: name it with "
+         f"--tokenizer (a {FILE} or its folder)"
     )  # fmt: skip
 
 
@@ -194,7 +194,7 @@ def config_to_run(
     try:
         without_cache = {mixer.name for mixer in mixers(model) if not cache_path(mixer)}
     except ComponentError as error:
-        raise ConfigError([str(error)]) from None
+        raise ConfigError(str(error)) from None
     problems += [
         f'model.family = "{model.family}" has {name}, which has no cache for earlier tokens: it cannot generate'
         for name in sorted(without_cache)

@@ -125,20 +125,20 @@ def _finetune(names: list[str], flags: set[str], request: Request) -> int:
     options, request.rest = take_options(request.rest, "name")
     name = options.get("name", "")
     if options and (not name or "/" in name):
-        raise ConfigError([f"command line: --name {name!r} is not a name: the recipe's, without a folder"])
+        raise ConfigError(f"command line: --name {name!r} is not a name: the recipe's, without a folder")
     if {"--lora", "--full"} <= flags:
-        raise ConfigError(["command line: --lora trains adapters and --full all weights: give one of them"])
+        raise ConfigError("command line: --lora trains adapters and --full all weights: give one of them")
     if len(names) < 2:
         got = f"only {names[0]!r}" if names else "neither"
         example = "titanmoe finetune models/small chats.jsonl"
-        raise ConfigError([f"command line: a model and its data are needed, and there is {got}: {example}"])
+        raise ConfigError(f"command line: a model and its data are needed, and there is {got}: {example}")
     model, *paths = names
     file = Path(f"{name.removesuffix('.toml') or default_name(model, paths[0])}.toml")
     text = write_recipe(model, paths, request, "--lora" in flags, "--dpo" in flags)
     show_status("")
     if file.exists() and file.read_text(encoding="utf-8") != text:
         raise ConfigError(
-            [f"{file} exists and is another recipe: run it with `titanmoe train {file}`, or give --name NAME"]
+            f"{file} exists and is another recipe: run it with `titanmoe train {file}`, or give --name NAME"
         )
     file.write_text(text, encoding="utf-8")
     print(f"{file}:\n\n{text}", flush=True)
@@ -289,7 +289,7 @@ def _planned_mapping(config: Config, machine: Machine) -> dict[str, Setting]:
     gpus = next((n for n in doubled if n <= MOST_GPUS and fits_on(n)), 0)
     remedies = [f"{gpus} GPUs like these are enough"] * bool(gpus) + ["--lora needs less"] * (not config.lora.rank)
     what = ", and ".join(remedies) or "give a smaller --training.seq_len"
-    raise ConfigError([f"no mapping of {machine} fits {config.checkpoint.initial_hf} into memory: {what}"])
+    raise ConfigError(f"no mapping of {machine} fits {config.checkpoint.initial_hf} into memory: {what}")
 
 
 def _usual(lora: bool, dpo: bool) -> dict[str, Setting]:

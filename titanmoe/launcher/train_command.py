@@ -347,13 +347,13 @@ def start(prepared: PreparedRun) -> int:
     options = parse_args([*_torchrun_options(request), f"--nproc-per-node={prepared.nproc}", "-m", "titanmoe.rank"])
     host, port = options.master_addr, options.master_port
     if options.rdzv_backend == "static" and options.node_rank == 0 and (why := port_problem(port)):
-        raise ConfigError([f"--master-port {port} {why} on {host}: give another one, the same on every node"])
+        raise ConfigError(f"--master-port {port} {why} on {host}: give another one, the same on every node")
     logs, before = RankLogs(_folder(prepared)), count_oom_kills()
     try:
         logs.make_folder()
     except OSError as error:
         fix = "give --logs FOLDER, or another job.dump_folder"
-        raise ConfigError([f"cannot write the ranks' logs to {logs.folder}: {error.strerror}: {fix}"]) from None
+        raise ConfigError(f"cannot write the ranks' logs to {logs.folder}: {error.strerror}: {fix}") from None
     ranks_text = f"{prepared.nproc} rank{'s' * (prepared.nproc > 1)}"
     print(
         f"{ranks_text}{f' on each of {request.nodes} nodes' * (request.nodes > 1)}; logs in {logs.folder}", flush=True

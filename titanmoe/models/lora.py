@@ -73,10 +73,8 @@ def _adapted_kind(name: str, module: nn.Module) -> type[nn.Module]:
         if isinstance(module, plain):
             return adapted
     raise ConfigError(
-        [
-            f"{name} cannot have adapters, because it is of {type(module).__name__}: make it a "
-            f"{Linear.__module__}.{Linear.__name__}, or leave it out of lora.targets"
-        ]
+        f"{name} cannot have adapters, because it is of {type(module).__name__}: make it a "
+        f"{Linear.__module__}.{Linear.__name__}, or leave it out of lora.targets"
     )
 
 

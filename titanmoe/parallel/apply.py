@@ -100,7 +100,7 @@ def build(
         stages.append(model)
     if shared:
         if head_options.top_k:
-            raise ConfigError(['a teacher\'s top-k ids need parallelism.vocab = "tensor"'])
+            raise ConfigError('a teacher\'s top-k ids need parallelism.vocab = "tensor"')
         with torch.device("meta"):
             shards = VocabularyShards(config, stored, head_options)
         freeze(shards, config)

@@ -86,7 +86,7 @@ def choose_dispatcher(
     except CannotReserve as error:
         if not automatic:
             text = f'moe.dispatcher = "{config.moe.dispatcher}": {error}; use dispatcher = "alltoall"'
-            raise ConfigError([text]) from error
+            raise ConfigError(text) from error
         config, buffers, why_not = with_dispatcher(config, "alltoall"), None, str(error)
     if not automatic:
         return config, buffers, ""

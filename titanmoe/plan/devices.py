@@ -131,13 +131,13 @@ def read_device(name: str) -> Device:
     """
     path = SHIPPED / f"{name.lower()}.toml" if name.lower() in names() else Path(name)
     if path.suffix != ".toml":
-        raise ConfigError([f"--hardware = {name} is not known: use {', '.join(names())}, or a file of that form"])
+        raise ConfigError(f"--hardware = {name} is not known: use {', '.join(names())}, or a file of that form")
     try:
         data = toml_module().loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError([f"--hardware: {path} cannot be read: {error.strerror}"]) from None
+        raise ConfigError(f"--hardware: {path} cannot be read: {error.strerror}") from None
     except ValueError as error:  # not TOML, or not text
-        raise ConfigError([f"--hardware: {path} is not TOML: {error}"]) from None
+        raise ConfigError(f"--hardware: {path} is not TOML: {error}") from None
     figures, sources, problems = {}, {}, []
     for key in RANGES:
         figures[key], sources[key], problem = _figure(data, key)

@@ -148,10 +148,8 @@ def check_imbalance(config: Config, imbalance: float) -> None:
     experts, top_k = config.model.num_experts, config.model.top_k
     if imbalance > experts / top_k:
         raise ConfigError(
-            [
-                f"--imbalance = {imbalance:g} cannot be: where every token takes the same {top_k} of {experts} "
-                f"experts, the busiest expert has {experts / top_k:g} times the mean: use at most that"
-            ]
+            f"--imbalance = {imbalance:g} cannot be: where every token takes the same {top_k} of {experts} "
+            f"experts, the busiest expert has {experts / top_k:g} times the mean: use at most that"
         )
 
 
@@ -175,7 +173,7 @@ def _search(config: Config, args: argparse.Namespace, device: Device) -> Search:
         raise ConfigError(
             [f"no mapping of {args.ranks} ranks is legal. Without any parallelism but data: {reasons[0]}", *reasons[1:]]
         )
-    raise ConfigError([_too_large(config, args, device, result.nearest)])
+    raise ConfigError(_too_large(config, args, device, result.nearest))
 
 
 def _too_large(config: Config, args: argparse.Namespace, device: Device, nearest: PricedMapping) -> str:
@@ -262,13 +260,11 @@ def _read_recipe(args: argparse.Namespace) -> tuple[Config, list[str]]:
     config = load(args.overrides, COMPONENTS, check)
     if args.reference and config.lora.rank:
         raise ConfigError(
-            [
-                f"lora.rank = {config.lora.rank}: the weights under the adapters are the reference model "
-                "(log_probs(batch, adapters=False)), which takes no memory: leave --reference out"
-            ]
+            f"lora.rank = {config.lora.rank}: the weights under the adapters are the reference model "
+            "(log_probs(batch, adapters=False)), which takes no memory: leave --reference out"
         )
     if args.reference and config.rl.reward:
-        raise ConfigError(["a run of [rl] has no model beside it: rl.kl needs [lora]. Leave --reference out"])
+        raise ConfigError("a run of [rl] has no model beside it: rl.kl needs [lora]. Leave --reference out")
     notes, training = [], config.training
     args.lengths = _text_lengths(config, args)
     if args.lengths:

@@ -112,5 +112,5 @@ STACKS = {stack.name: stack for stack in (TITANMOE, MEGATRON, AUTOMODEL, TORCHTI
 def stack_of(name: str) -> Stack:
     """Return the stack "titanmoe", "megatron", "automodel" or "torchtitan"; raise ConfigError for another name."""
     if name not in STACKS:
-        raise ConfigError([f"--stack = {name} is not known: use {', '.join(STACKS)}"])
+        raise ConfigError(f"--stack = {name} is not known: use {', '.join(STACKS)}")
     return STACKS[name]

@@ -56,13 +56,13 @@ def recorded_routing(config: Config, file: Path, step: int | None = None) -> Ass
     try:
         file = refuse_link(file / EXPERTS) if file.is_dir() else file
     except CheckpointError as error:
-        raise ConfigError([str(error)]) from None
+        raise ConfigError(str(error)) from None
     step, load = _read_line(file, step)
     model = config.model
     layers = moe_blocks(model)
     if sorted(load) != sorted(layers):
         raise ConfigError(
-            [f"{file} has loads for layers {_layers_text(load)}; the recipe has experts in {_layers_text(layers)}"]
+            f"{file} has loads for layers {_layers_text(load)}; the recipe has experts in {_layers_text(layers)}"
         )
     fractions, problems = {}, []
     for layer, counts in load.items():
@@ -106,7 +106,7 @@ def _read_line(file: Path, step: int | None) -> tuple[int, dict[int, list[int]]]
     try:
         texts = file.read_bytes().split(b"\n")
     except OSError as error:
-        raise ConfigError([f"cannot read {file}: {error.strerror}"]) from None
+        raise ConfigError(f"cannot read {file}: {error.strerror}") from None
     loads = {}
     for text in texts:
         try:
@@ -116,13 +116,13 @@ def _read_line(file: Path, step: int | None) -> tuple[int, dict[int, list[int]]]
         if (load := _load(line)) is not None:
             loads[line["step"]] = load
     if not loads:
-        raise ConfigError([f"{file} has no line with expert loads: name the {EXPERTS} of a run, or its folder"])
+        raise ConfigError(f"{file} has no line with expert loads: name the {EXPERTS} of a run, or its folder")
     if step is None:
         step = max(loads)
     if step not in loads:
         nearest = sorted(loads, key=lambda other_step: abs(other_step - step))[:3]
         raise ConfigError(
-            [f"{file} has no line for step {step}: the nearest steps are {', '.join(map(str, sorted(nearest)))}"]
+            f"{file} has no line for step {step}: the nearest steps are {', '.join(map(str, sorted(nearest)))}"
         )
     return step, loads[step]
 

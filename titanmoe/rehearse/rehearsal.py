@@ -271,7 +271,7 @@ def fake_world(rank: int, world: int) -> Iterator[None]:
 def hardware_of(name: str) -> Hardware:
     """Return the hardware of this name; ConfigError, with the known names, if a rehearsal cannot imitate it."""
     if name not in HARDWARE:
-        raise ConfigError([f"hardware {name!r} cannot be rehearsed: use {', '.join(HARDWARE)}"])
+        raise ConfigError(f"hardware {name!r} cannot be rehearsed: use {', '.join(HARDWARE)}")
     return HARDWARE[name]
 
 

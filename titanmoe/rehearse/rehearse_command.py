@@ -92,7 +92,7 @@ def _report(args: argparse.Namespace) -> Report:
 
     world = world_of(args.ranks, args.overrides, COMPONENTS)
     if not 0 <= args.rank < world:
-        raise ConfigError([f"--rank = {args.rank} is not in a world of {world} ranks: use 0 to {world - 1}"])
+        raise ConfigError(f"--rank = {args.rank} is not in a world of {world} ranks: use 0 to {world - 1}")
     config = recipe_to_rehearse(args.overrides, world, args.hardware, args.node)
     if args.relayout is not None:
         return _report_relayout(args, config, world)

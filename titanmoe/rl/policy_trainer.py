@@ -119,14 +119,12 @@ class PromptLoader(NoLoader):
         """
         if "prompts" not in state:  # of a run that was not of reinforcement learning
             fix = "start from those weights (checkpoint.model_only = true)"
-            raise ConfigError([f"the checkpoint is of a run on data, not of [rl]: {fix}"])
+            raise ConfigError(f"the checkpoint is of a run on data, not of [rl]: {fix}")
         now = self.state_dict()
         if changed := [name for name in ("prompts", "seed", "tokenizer") if state.get(name) != now[name]]:
             raise ConfigError(
-                [
-                    f"the {' and '.join(changed)} of the run have changed since, so it would be unknown which prompts "
-                    "were completed: give it what it had, or start a new run from its weights"
-                ]
+                f"the {' and '.join(changed)} of the run have changed since, so it would be unknown which prompts "
+                "were completed: give it what it had, or start a new run from its weights"
             )
         self.consumed = int(state["consumed"])
 

@@ -126,11 +126,11 @@ def check_reward(options: RL) -> None:
         try:
             words = shlex.split(name)[1:]
         except ValueError as error:
-            raise ConfigError([f"rl.reward = {name!r} cannot be read as a command: {error}"]) from None
+            raise ConfigError(f"rl.reward = {name!r} cannot be read as a command: {error}") from None
         if not words:
-            raise ConfigError([f"rl.reward = {name!r} names no program: {usage}"])
+            raise ConfigError(f"rl.reward = {name!r} names no program: {usage}")
         if which(words[0]) is None:
-            raise ConfigError([f"rl.reward = {name!r}: there is no program {words[0]!r} here: name one on PATH"])
+            raise ConfigError(f"rl.reward = {name!r}: there is no program {words[0]!r} here: name one on PATH")
         return
     try:
         done = subprocess.run(
@@ -140,7 +140,7 @@ def check_reward(options: RL) -> None:
     except subprocess.TimeoutExpired:
         why = f"it was not imported in {START_S} seconds"
     if why:
-        raise ConfigError([f"rl.reward = {name!r} cannot be used: {why}; {usage}"])
+        raise ConfigError(f"rl.reward = {name!r} cannot be used: {why}; {usage}")
 
 
 def parse_reply(line: bytes) -> Reward:

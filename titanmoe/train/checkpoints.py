@@ -93,7 +93,7 @@ class Checkpoints:
                 else None
             )
         except CheckpointError as error:
-            raise ConfigError([str(error)]) from None
+            raise ConfigError(str(error)) from None
         with self.signals if self.saver else contextlib.nullcontext():
             yield self
 
@@ -169,7 +169,7 @@ class Checkpoints:
             if self.saver:
                 self.saver.carry(find)
         except CheckpointError as error:
-            raise ConfigError([str(error)]) from None
+            raise ConfigError(str(error)) from None
 
     def begin_from_hf(self) -> dict[str, str]:
         """Load the weights of checkpoint.initial_hf in place; return lines of the header by label.
@@ -205,11 +205,9 @@ class Checkpoints:
         if len(set(prints)) > 1:
             rank = next(rank for rank, other in enumerate(prints) if other != prints[0])
             raise ConfigError(
-                [
-                    f"{name} is not the same on all machines: ranks 0 and {rank} have different files "
-                    f"({prints[0]}, {prints[rank]}): name a revision of the hub, {name.partition('@')[0]}@REVISION, or "
-                    "make the folders the same"
-                ]
+                f"{name} is not the same on all machines: ranks 0 and {rank} have different files "
+                f"({prints[0]}, {prints[rank]}): name a revision of the hub, {name.partition('@')[0]}@REVISION, or "
+                "make the folders the same"
             )
         return folder
 
@@ -226,7 +224,7 @@ class Checkpoints:
             while isinstance(choice := from_rank(self.group, 0, choose), Path):  # not on rank 0, which is in choose()
                 self._check_together(choice)
         except CheckpointError as error:
-            raise ConfigError([str(error)]) from None
+            raise ConfigError(str(error)) from None
         return choice
 
     def find_damage(self, path: Path) -> list[str]:
@@ -291,7 +289,7 @@ class Checkpoints:
             self._check_names(saved, targets, model_only)
             on_all_ranks(self.group, lambda: saved.fill(targets))
         except CheckpointError as error:
-            raise ConfigError([str(error)], str(saved.path)) from None
+            raise ConfigError(str(error), str(saved.path)) from None
         if model_only:
             return []
         self.state.step, self.state.tokens = saved.record["step"], saved.record["tokens"]

@@ -87,9 +87,7 @@ def check_tokenizer(teacher: FullModel, identity: str) -> None:
         its_own = open_tokenizer(str(file)).identity if file.is_file() else None
     if its_own is not None and its_own != identity:
         raise ConfigError(
-            [
-                f"distillation.teacher was trained with another tokenizer ({its_own}) than the data's ({identity}), in "
-                "which ids mean other tokens: name a teacher with the data's tokenizer, or set data.tokenizer to the "
-                "teacher's"
-            ]
+            f"distillation.teacher was trained with another tokenizer ({its_own}) than the data's ({identity}), in "
+            "which ids mean other tokens: name a teacher with the data's tokenizer, or set data.tokenizer to the "
+            "teacher's"
         )

@@ -92,10 +92,8 @@ def _steps_of_epochs(config: Config, record: dict[str, Any]) -> int:
     steps = count_steps_of_epochs(config, record.get("step", 0), record.get("loader", {}).get("consumed", 0))
     if late := [step for step in config.profile.steps if step > steps]:
         raise ConfigError(
-            [
-                f"profile.steps has {late[0]}, and training.epochs = {config.training.epochs} take {steps} steps: "
-                "choose earlier ones"
-            ]
+            f"profile.steps has {late[0]}, and training.epochs = {config.training.epochs} take {steps} steps: "
+            "choose earlier ones"
         )
     return steps
 

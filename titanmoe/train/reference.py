@@ -79,11 +79,9 @@ class Reference:
         if not self._load_scores(sources, model):
             if goes_on and training.state.step:
                 raise ConfigError(
-                    [
-                        f"{sources[0].folder} has no scores of this run's reference model (digest {model}), and the "
-                        "current weights would give others: compute them with the recipe that the run began with, "
-                        "titanmoe score RECIPE"
-                    ]
+                    f"{sources[0].folder} has no scores of this run's reference model (digest {model}), and the "
+                    "current weights would give others: compute them with the recipe that the run began with, "
+                    "titanmoe score RECIPE"
                 )
             print_rank_0(
                 f"scores     computing those of the reference model {model}, as none are stored beside the data"
@@ -118,7 +116,7 @@ class Reference:
         documents = [stored_documents(packer.documents) for packer in packers if hasattr(packer, "documents")]
         if len(documents) < len(packers) or not all(isinstance(one, ShardDocuments) for one in documents):
             fix = 'set data.source = "files", and name some in data.paths'
-            raise ConfigError([f"scores are stored beside token shards, and this run has none: {fix}"])
+            raise ConfigError(f"scores are stored beside token shards, and this run has none: {fix}")
         return documents
 
     def _load_scores(self, sources: list[ShardDocuments], model: str) -> bool:
@@ -176,7 +174,7 @@ def _score_top_k(reference: Reference) -> dict[str, str]:
     """
     config, training, options = reference.config, reference.training, reference.config.distillation
     if config.lora.rank:
-        raise ConfigError(["--top needs a model without adapters: merge them (titanmoe convert), and score the result"])
+        raise ConfigError("--top needs a model without adapters: merge them (titanmoe convert), and score the result")
     top_k, model = TopK(options.top, options.temperature, config.model.vocab_size), reference.digest()
     name, sources = top_k.name(model), reference.sources()
     are_stored = raise_on_all_ranks(

@@ -123,7 +123,7 @@ class CollectedErrors:
         except ConfigError as error:
             self.errors.append(error)
         except CheckpointError as error:
-            self.errors.append(ConfigError([str(error)]))
+            self.errors.append(ConfigError(str(error)))
         return None
 
     def raise_together(self) -> None:
@@ -169,7 +169,7 @@ def check_inputs_and_resolve(
         from titanmoe.train.host_resources import disk_shortage
 
         if shortage := disk_shortage(resolved, record["step"] if goes_on else 0):
-            raise ConfigError([shortage])
+            raise ConfigError(shortage)
     return resolved
 
 

@@ -132,7 +132,7 @@ def claim_folder(job: Job, checkpoint: Checkpoint) -> tuple[Path, TextIO | None]
         except OSError as error:
             if not (isinstance(error, FileExistsError) and folder.is_dir()):
                 raise ConfigError(
-                    [f"job.dump_folder: cannot write to {folder.absolute()}: {error.strerror}: name another folder"]
+                    f"job.dump_folder: cannot write to {folder.absolute()}: {error.strerror}: name another folder"
                 ) from None
         n += 1
         folder = parent / f"{name}-{n}"
@@ -149,10 +149,8 @@ def _open_lock(folder: Path) -> TextIO:
         owner = stream.read(200).strip() or "another process"
         stream.close()
         raise ConfigError(
-            [
-                f"a run is alive in {folder.absolute()} ({owner}), and this one would continue there: wait for it, "
-                "stop it, or start this one as a separate run with another --job.name"
-            ]
+            f"a run is alive in {folder.absolute()} ({owner}), and this one would continue there: wait for it, "
+            "stop it, or start this one as a separate run with another --job.name"
         ) from None
     if os.fstat(stream.fileno()).st_nlink == 0:  # a refused start has just removed it
         stream.close()
@@ -179,10 +177,8 @@ def refuse_links(folder: Path, checkpoints: str) -> None:
         if links := [name for name in (*folders, *files) if os.path.islink(os.path.join(path, name))]:
             link = Path(path, sorted(links)[0])
             raise ConfigError(
-                [
-                    f"{link} is a link to {os.readlink(link)}, and a run only writes into its own folder: put the file "
-                    "or folder itself there (checkpoint.folder may be elsewhere), or name another --job.name"
-                ]
+                f"{link} is a link to {os.readlink(link)}, and a run only writes into its own folder: put the file "
+                "or folder itself there (checkpoint.folder may be elsewhere), or name another --job.name"
             )
         folders[:] = [name for name in folders if Path(path, name) not in skipped]
 

@@ -99,19 +99,17 @@ def read_environment() -> Environment:
     missing = [name for name in VARIABLES if name not in present]
     if missing:
         raise ConfigError(
-            [
-                f"the environment sets {', '.join(present)} but not {', '.join(missing)}: "
-                "start with torchrun, which sets all of them, or unset all to run one rank"
-            ]
+            f"the environment sets {', '.join(present)} but not {', '.join(missing)}: "
+            "start with torchrun, which sets all of them, or unset all to run one rank"
         )
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_WORLD_SIZE")
     numbers = {name: os.environ[name] for name in names if os.environ.get(name)}
     bad = [f"{name} = {value!r}" for name, value in numbers.items() if not value.isdecimal()]
     if bad:
-        raise ConfigError([f"the environment has {', '.join(bad)}, not a whole number: start with torchrun"])
+        raise ConfigError(f"the environment has {', '.join(bad)}, not a whole number: start with torchrun")
     rank, local_rank, world = (int(numbers[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
     if rank >= world:
-        raise ConfigError([f"the environment has RANK = {rank}, not below WORLD_SIZE = {world}: start with torchrun"])
+        raise ConfigError(f"the environment has RANK = {rank}, not below WORLD_SIZE = {world}: start with torchrun")
     local_world = int(numbers.get("LOCAL_WORLD_SIZE", local_rank + 1))
     return Environment(rank, local_rank, world, local_world, launched=True)
 
@@ -203,10 +201,8 @@ def _choose_device(choice: str, environment: Environment) -> torch.device:
     gpus = torch.cuda.device_count()
     if environment.local_world > gpus:
         raise ConfigError(
-            [
-                f"{environment.local_world} ranks on a machine with {gpus} visible GPU{'s' * (gpus > 1)}: "
-                f'use torchrun --nproc-per-node {gpus}, or training.device = "cpu"'
-            ]
+            f"{environment.local_world} ranks on a machine with {gpus} visible GPU{'s' * (gpus > 1)}: "
+            f'use torchrun --nproc-per-node {gpus}, or training.device = "cpu"'
         )
     device = torch.device("cuda", environment.local_rank)
     torch.cuda.set_device(device)
@@ -222,10 +218,8 @@ def uses_gpu(choice: str) -> bool:
     if not torch.cuda.is_available():
         built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
         raise ConfigError(
-            [
-                f'training.device = "cuda" but PyTorch {torch.__version__}, {built}, finds no GPU: '
-                'see nvidia-smi and CUDA_VISIBLE_DEVICES, or use training.device = "cpu"'
-            ]
+            f'training.device = "cuda" but PyTorch {torch.__version__}, {built}, finds no GPU: '
+            'see nvidia-smi and CUDA_VISIBLE_DEVICES, or use training.device = "cpu"'
         )
     return True
 
@@ -264,7 +258,7 @@ def _init_process_group(environment: Environment, device: torch.device, timeout:
         # torchrun does not listen on MASTER_PORT, so rank 0 will.
         port = int(os.environ["MASTER_PORT"])
         if why := port_problem(port):
-            raise ConfigError([f"MASTER_PORT = {port} {why}: choose another; torchrun --standalone finds one"])
+            raise ConfigError(f"MASTER_PORT = {port} {why}: choose another; torchrun --standalone finds one")
     where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     ranks = {"rank": environment.rank, "world_size": environment.world}
     try:
@@ -275,9 +269,7 @@ def _init_process_group(environment: Environment, device: torch.device, timeout:
         dist.init_process_group(backend, store=store, timeout=timeout, **ranks, **options)
     except (RuntimeError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
-        raise ConfigError(
-            [f"rank {environment.rank} of {environment.world} cannot join at {where}: {reason}"]
-        ) from None
+        raise ConfigError(f"rank {environment.rank} of {environment.world} cannot join at {where}: {reason}") from None
 
 
 def _agree_on_name(store: Store, environment: Environment, timeout: timedelta) -> str:

@@ -92,7 +92,7 @@ class SlicerWithTeacher(Slicer):
             with torch.no_grad():
                 on_all_ranks(group, lambda: fill_shards(targets, self.teacher, model))
         except CheckpointError as error:
-            raise ConfigError([f"distillation.teacher: {error}"]) from None
+            raise ConfigError(f"distillation.teacher: {error}") from None
 
     def slices(self, batches: list[Batch]) -> list[BatchSlice]:
         """Run the teacher on this data rank's microbatches; return this rank's slices with its distributions.

@@ -244,7 +244,7 @@ def data_rank_batch(
     given = _given_samples(batch, model)
     if per_data_rank:
         if None in given:
-            raise ConfigError(["with per_data_rank every rank gives the samples of its data rank, possibly none"])
+            raise ConfigError("with per_data_rank every rank gives the samples of its data rank, possibly none")
         ranks = dist.get_process_group_ranks(data.process_group) if data.size > 1 else [dist.get_rank()]
         counts = [given[rank] for rank in ranks]
         first = sum(counts[: data.rank])
@@ -309,7 +309,7 @@ def _from_any_rank(batch: Batch | None, given: list[int | None]) -> Batch:
         return batch
     has = [count is not None for count in given]
     if not any(has):
-        raise ConfigError(["no rank has a batch: give it on all ranks, or on one and None on the others"])
+        raise ConfigError("no rank has a batch: give it on all ranks, or on one and None on the others")
     shared = [batch]
     dist.broadcast_object_list(shared, src=has.index(True))
     return shared[0]

@@ -111,13 +111,13 @@ def read_json(file: Path) -> dict[str, Any]:
         data = parse_json(safe_files.read(file.parent, file.name, MOST_BYTES))
     except safe_files.NOT_FOUND_ERRORS:
         where = file.parent if file.parent.is_dir() else f"{file.parent}, which is not a folder"
-        raise ConfigError([f"no {file.name} in {where}: name the folder of a Hugging Face model"]) from None
+        raise ConfigError(f"no {file.name} in {where}: name the folder of a Hugging Face model") from None
     except safe_files.CheckpointError as error:
-        raise ConfigError([str(error)]) from None
+        raise ConfigError(str(error)) from None
     except ValueError as error:
-        raise ConfigError([f"{file} is not JSON: {error}: copy the file again"]) from None
+        raise ConfigError(f"{file} is not JSON: {error}: copy the file again") from None
     if not isinstance(data, dict):
-        raise ConfigError([f"{file} is JSON of a {type(data).__name__}, not of an object: copy the file again"])
+        raise ConfigError(f"{file} is JSON of a {type(data).__name__}, not of an object: copy the file again")
     return data
 
 
@@ -250,7 +250,7 @@ def text_model_config(config: dict[str, Any], hf: HuggingFace, source: str) -> d
         return config
     text = config.get(TEXT)
     if not isinstance(text, dict):
-        raise ConfigError([f"{source} has no object {TEXT}, which has the keys of the text model: copy the file again"])
+        raise ConfigError(f"{source} has no object {TEXT}, which has the keys of the text model: copy the file again")
     left_out = {TEXT, "vision_config", *misplaced_keys(config, hf)}
     shared = {key: value for key, value in config.items() if key not in left_out}
     return shared | text | {"model_type": hf.model_type}
@@ -286,7 +286,7 @@ def _type_of(config: dict[str, Any], source: str, dense: bool) -> HuggingFace:
         near = closest(str(kind), accepted_types, cutoff=0.5)
         begin = f", here from that of {near}" if near else ""
         hint = f"docs/extending_families.md shows how to add one, as a file of names and sizes{begin}"
-    raise ConfigError([f"{source} has model_type = {kind!r}, not one of {', '.join(sorted(accepted_types))}: {hint}"])
+    raise ConfigError(f"{source} has model_type = {kind!r}, not one of {', '.join(sorted(accepted_types))}: {hint}")
 
 
 def _oversized(values: dict[str, Any], source: str) -> list[str]:
@@ -369,10 +369,10 @@ def hf_format_of(family: str) -> HuggingFace:
     try:
         hf = family_of(family).hf
     except ComponentError as error:
-        raise ConfigError([str(error)]) from None
+        raise ConfigError(str(error)) from None
     if hf is None:
         how = "add hf to that Family (docs/extending_families.md)"
-        raise ConfigError([f"model.family = {family!r} has no Hugging Face format: {how}"])
+        raise ConfigError(f"model.family = {family!r} has no Hugging Face format: {how}")
     return hf
 
 
@@ -414,7 +414,7 @@ def to_config_json(model: Model, carried: dict[str, Any] | None, dtype: str, seq
             for conversion in hf.conversions:
                 new_entries |= conversion.write(model)
         except Unrepresentable as error:
-            raise ConfigError([f"transformers' {hf.model_type} {error}: it cannot be exported to it"]) from None
+            raise ConfigError(f"transformers' {hf.model_type} {error}: it cannot be exported to it") from None
         if "dense_hidden" in hf.fields and not has_dense_layers(model):
             key = key_of_field["dense_hidden"]
             new_entries[key] = old_entries.get(key, model.expert_hidden)

@@ -59,13 +59,13 @@ def check_output_folder(out: Path, overwrite: bool, marks: tuple[str, ...]) -> N
     if not out.exists():
         if not out.absolute().parent.is_dir():
             raise ConfigError(
-                [f"{out.absolute().parent} is not a folder: make it, or choose another place for {out.name}"]
+                f"{out.absolute().parent} is not a folder: make it, or choose another place for {out.name}"
             )
         return
     if not overwrite:
-        raise ConfigError([f"{out} exists: choose another folder, or give --overwrite"])
+        raise ConfigError(f"{out} exists: choose another folder, or give --overwrite")
     if not out.is_dir() or (not any((out / mark).exists() for mark in marks) and any(out.iterdir())):
-        raise ConfigError([f"{out} holds none of {', '.join(marks)}: --overwrite does not replace it, choose another"])
+        raise ConfigError(f"{out} holds none of {', '.join(marks)}: --overwrite does not replace it, choose another")
 
 
 # ---- from Hugging Face

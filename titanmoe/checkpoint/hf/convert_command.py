@@ -209,7 +209,7 @@ def _checkpoint_or_peft(args: argparse.Namespace) -> Path:
     if not is_peft(source):
         return latest_checkpoint(source)
     if args.to_peft:
-        raise ConfigError([f"{source} is a folder of PEFT already"])
+        raise ConfigError(f"{source} is a folder of PEFT already")
     return source
 
 

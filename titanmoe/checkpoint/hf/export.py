@@ -147,7 +147,7 @@ def plan_folder(export: Export, shard_bytes: int, tokenizer: Path | None) -> Fol
             if n not in (configs.CONFIG, GENERATION)
         }
         if not tokenizer_files:
-            raise ConfigError([f"--tokenizer {tokenizer} has no tokenizer files: name a folder with tokenizer.json"])
+            raise ConfigError(f"--tokenizer {tokenizer} has no tokenizer files: name a folder with tokenizer.json")
         other_files = {name: file for name, file in other_files.items() if name == GENERATION} | tokenizer_files
     config, generation = export.config(), None
     if marks := end_token_ids(other_files, export.model.vocab_size):

@@ -161,7 +161,7 @@ def _from_hub(repo: HubRepo, patterns: tuple[str, ...], complete: Callable[[Path
     """
     if repo.name == SMALL_MODEL:
         make = f"make it and its data with {MAKE_SMALL_MODEL}, in titanmoe's folder"
-        raise ConfigError([f"{repo.name} is no folder here (looked for {Path(repo.name).absolute()}): {make}"])
+        raise ConfigError(f"{repo.name} is no folder here (looked for {Path(repo.name).absolute()}): {make}")
 
     def download(revision: str) -> str:
         import huggingface_hub

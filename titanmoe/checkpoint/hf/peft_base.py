@@ -52,7 +52,7 @@ def refuse_other_base(adapters: Adapters, base_name: str) -> None:
 
 
 def _error(adapters: Adapters, problem: str) -> ConfigError:
-    return ConfigError([problem], str(adapters.path))
+    return ConfigError(problem, str(adapters.path))
 
 
 def _refuse_other_name(adapters: Adapters, base_name: str) -> None:

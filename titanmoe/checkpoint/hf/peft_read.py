@@ -96,7 +96,7 @@ def base_name_of(path: Path) -> str:
     for key, name in names.items():
         if not isinstance(name, str) or "\0" in name:
             raise ConfigError(
-                [f"{path / CONFIG} has {key} = {name!r:.80}, which is not a name: write that of the base model"]
+                f"{path / CONFIG} has {key} = {name!r:.80}, which is not a name: write that of the base model"
             )
     base, revision = names.values()
     return f"{base}@{revision}" if base and revision else base
@@ -106,7 +106,7 @@ class _Reader:
     def __init__(self, path: Path, model: Model):
         if not is_peft(path):
             raise ConfigError(
-                [f"{path} is no folder of PEFT, as there is no {CONFIG}: name one that save_pretrained wrote"]
+                f"{path} is no folder of PEFT, as there is no {CONFIG}: name one that save_pretrained wrote"
             )
         self.path, self.model, self.settings = path, model, read_json(path / CONFIG)
         self.files = SafetensorsFolder(path, WEIGHTS)

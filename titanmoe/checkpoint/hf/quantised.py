@@ -136,9 +136,7 @@ def fp8_block(config: dict[str, Any], path: Path) -> tuple[int, int]:
     if quantization is None:
         return 128, 128
     if not isinstance(quantization, dict):
-        raise ConfigError(
-            [f"{path} has quantization_config = {quantization!r:.80}: write an object, or remove that key"]
-        )
+        raise ConfigError(f"{path} has quantization_config = {quantization!r:.80}: write an object, or remove that key")
     kind = quantization.get("quant_method")
     if kind == "mxfp4":
         return 128, 128
@@ -147,9 +145,7 @@ def fp8_block(config: dict[str, Any], path: Path) -> tuple[int, int]:
         return block[0], block[1]
     details = f"{form}, blocks {block}" if kind == "fp8" else quantization.get("format")
     raise ConfigError(
-        [
-            f"{path} is quantised by {kind}{f' ({details})' if details else ''}: supported are fp8 in e4m3 with "
-            f"weight_block_size, and mxfp4; {UNQUANTISED}, or make one: from_pretrained of transformers "
-            "with dequantize = True in its quantization_config, then save_pretrained"
-        ]
+        f"{path} is quantised by {kind}{f' ({details})' if details else ''}: supported are fp8 in e4m3 with "
+        f"weight_block_size, and mxfp4; {UNQUANTISED}, or make one: from_pretrained of transformers "
+        "with dequantize = True in its quantization_config, then save_pretrained"
     )

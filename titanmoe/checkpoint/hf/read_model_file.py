@@ -79,7 +79,7 @@ def _read_from_checkpoint(values: Mapping[str, Any]) -> ModelFile | None:
         recorded = recorded_fields(record, path / layout.MANIFEST)
         tokenizer = layout.carried_files(path).get(FILE)
     except CheckpointError as error:
-        raise ConfigError([str(error)]) from None
+        raise ConfigError(str(error)) from None
     derived = ("checkpoint.initial_hf", "moe.aux_loss", "model.mtp_after_norm")
     defaults = {key: recorded[key] for key in derived if key in recorded}
     defaults |= _tokenizer(tokenizer) if tokenizer else {}

@@ -91,10 +91,10 @@ class SafetensorsFolder:
             )
             listing = f" but {', '.join(others[:4])}, which cannot be read without an index" if others else ""
             fix = "name the folder of a model in safetensors"
-            raise ConfigError([f"{self.path} has neither {self.single} nor {INDEX}{listing}: {fix}"])
+            raise ConfigError(f"{self.path} has neither {self.single} nor {INDEX}{listing}: {fix}")
         names = read_json(index).get("weight_map")
         if not isinstance(names, dict) or not names:
-            raise ConfigError([f"{index} has no weight_map: download the file again"])
+            raise ConfigError(f"{index} has no weight_map: download the file again")
         return sorted(set(map(str, names.values())))
 
     def _add(self, file: Path, problems: list[str]) -> None:
@@ -133,7 +133,7 @@ class SafetensorsFolder:
             with open(file, "rb") as stream:
                 return StridedData(start, strides, dtype).read(stream, offset, shape)
         except (OSError, ValueError) as error:
-            raise ConfigError([f"{file}: {name} cannot be read: {error}: download the file again"]) from None
+            raise ConfigError(f"{file}: {name} cannot be read: {error}: download the file again") from None
 
 
 # ---- writing

@@ -78,7 +78,7 @@ class TensorMap:
                 try:
                     conversion.write(model)
                 except Unrepresentable as error:
-                    raise ConfigError([f"transformers' {hf.model_type} {error}"]) from None
+                    raise ConfigError(f"transformers' {hf.model_type} {error}") from None
             raise ConfigError([f"{hf.model_type} models of transformers have no {name}" for name in homeless])
         for place in (place for places in self.places.values() for place in places):
             self._add(place)

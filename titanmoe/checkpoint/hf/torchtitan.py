@@ -68,14 +68,12 @@ class TorchTitanFolder:
         for name, (_, dtype) in self.dcp.tensors.items():
             if dtype not in NAMES:
                 known = ", ".join(map(str, NAMES))
-                raise ConfigError([f"{path} has {name} of dtype {dtype}: save the tensor as one of {known}"])
+                raise ConfigError(f"{path} has {name} of dtype {dtype}: save the tensor as one of {known}")
             if (other := self.names.setdefault(to_our_name(name), name)) != name:
-                raise ConfigError([f"{path} has both {other} and {name}, which are the same tensor: save only one"])
+                raise ConfigError(f"{path} has both {other} and {name}, which are the same tensor: save only one")
         if not self.names:
             known = ", ".join(BEGINS)
-            raise ConfigError(
-                [f"{path} has no tensors whose names begin as TorchTitan's ({known}): name another folder"]
-            )
+            raise ConfigError(f"{path} has no tensors whose names begin as TorchTitan's ({known}): name another folder")
         sizes = {ours: self.dcp.tensors[name] for ours, name in self.names.items()}
         self.tensors = {ours: StoredSlice(path, *size, 0) for ours, size in sizes.items()}
 
@@ -103,15 +101,13 @@ def open_torchtitan(path: Path, assets: Path, drop: tuple[str, ...] = ()) -> Hug
         CheckpointError: if the folder is damaged, or not what torch writes.
     """
     if not (assets / CONFIG).is_file():
-        raise ConfigError([f"no {CONFIG} in {assets}: name TorchTitan's hf_assets_path with --hf-assets"])
+        raise ConfigError(f"no {CONFIG} in {assets}: name TorchTitan's hf_assets_path with --hf-assets")
     parsed = describe_folder(assets)
     if parsed.hf.model_type not in MODEL_TYPES:
         raise ConfigError(
-            [
-                f"{assets / CONFIG} has model_type {parsed.hf.model_type!r}, and TorchTitan's checkpoints are read for "
-                f"{', '.join(MODEL_TYPES)}: let TorchTitan write Hugging Face's format (last_save_in_hf), and convert "
-                "that with --from-hf"
-            ]
+            f"{assets / CONFIG} has model_type {parsed.hf.model_type!r}, and TorchTitan's checkpoints are read for "
+            f"{', '.join(MODEL_TYPES)}: let TorchTitan write Hugging Face's format (last_save_in_hf), and convert "
+            "that with --from-hf"
         )
     folder = TorchTitanFolder(path)
     # There, blocks of multi-token prediction have names of their own.
@@ -121,7 +117,7 @@ def open_torchtitan(path: Path, assets: Path, drop: tuple[str, ...] = ()) -> Hug
     source = HuggingFaceSource(assets, parsed, parsed.model, drop, folder)
     if source.has_mtp and "mtp" not in drop:
         raise ConfigError(
-            [f"{path} has multi-token prediction, which is not converted from TorchTitan: --drop mtp leaves it out"]
+            f"{path} has multi-token prediction, which is not converted from TorchTitan: --drop mtp leaves it out"
         )
     source.check()
     if folder.dcp.others:

@@ -63,7 +63,7 @@ class CheckpointWeights:
         refuse_adapters(self.saved.record, path)
         table = self.saved.record.get("config", {}).get("model")
         if not table:
-            raise ConfigError([f"{path / layout.MANIFEST} has no [model] in its config: {ANOTHER}"])
+            raise ConfigError(f"{path / layout.MANIFEST} has no [model] in its config: {ANOTHER}")
         self.model = build(recorded_fields({"config": {"model": table}}, path / layout.MANIFEST)).model
         self.tensors = {n.removeprefix(MODEL): size for n, size in self.saved.tensors.items() if n.startswith(MODEL)}
 
@@ -139,7 +139,7 @@ def open_adapters(path: Path, base_name: str = "") -> tuple[Adapters, str]:
         adapters = read_checkpoint_adapters(path)
         return adapters, base_name or adapters.base
     if not (base_name := base_name or base_name_of(path)):
-        raise ConfigError([f"{path} does not say which weights its adapters are for: name them{NAME_BASE_HINT}"])
+        raise ConfigError(f"{path} does not say which weights its adapters are for: name them{NAME_BASE_HINT}")
     return read_peft(path, open_weights(base_name).model), base_name
 
 
@@ -150,10 +150,8 @@ def open_base_weights(adapters: Adapters, base_name: str) -> HuggingFaceSource |
     """
     if not base_name:
         raise ConfigError(
-            [
-                f"{adapters.path} was trained on random weights (checkpoint.initial_hf is empty, and no checkpoint was "
-                f"loaded), which no file has: name one that has them{NAME_BASE_HINT}"
-            ]
+            f"{adapters.path} was trained on random weights (checkpoint.initial_hf is empty, and no checkpoint was "
+            f"loaded), which no file has: name one that has them{NAME_BASE_HINT}"
         )
     return open_weights(base_name, adapters.model)
 
@@ -184,7 +182,7 @@ def open_export_source(path: Path, base_name: str) -> ExportSource:
         seq_len = record.get("config", {}).get("training", {}).get("seq_len", seq_len)
         if "base" not in record:
             if base_name:
-                raise ConfigError([f"{path} has full weights: --base {base_name} is for adapters, leave it out"])
+                raise ConfigError(f"{path} has full weights: --base {base_name} is for adapters, leave it out")
             return ExportSource(CheckpointWeights(path), carried_hf_files(path), seq_len)
     adapters, base_name = open_adapters(path, base_name)
     weights = open_base_weights(adapters, base_name)
@@ -245,9 +243,7 @@ def check_digest(
     compute = getattr(torch, adapters.config.training.mixed_precision_param)
     if (digest := weights_digest(weights, compute, group)) != adapters.digest:
         raise ConfigError(
-            [
-                f"{base_name} has other weights (digest {digest}) than the adapters were trained on (digest "
-                f"{adapters.digest}{f', {adapters.base}' if adapters.base else ''}): name those{NAME_BASE_HINT}"
-            ],
+            f"{base_name} has other weights (digest {digest}) than the adapters were trained on (digest "
+            f"{adapters.digest}{f', {adapters.base}' if adapters.base else ''}): name those{NAME_BASE_HINT}",
             str(adapters.path),
         )

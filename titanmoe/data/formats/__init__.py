@@ -54,7 +54,7 @@ def format_of_extension(extension: str) -> str:
     try:
         formats = {name: FORMATS.look_up(name) for name in FORMATS.table}
     except ComponentError as error:
-        raise ConfigError([str(error)]) from None
+        raise ConfigError(str(error)) from None
     fits = (name for name, format in formats.items() if extension in format.extensions and not format.conversations)
     return next(fits, "text")
 

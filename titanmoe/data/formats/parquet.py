@@ -43,7 +43,7 @@ class Parquet(Format):
         file = _open_parquet(span.file)
         names = file.schema_arrow.names
         if mismatch := reader.describe_mismatch(lambda: span.file, _examples(file.schema_arrow)):
-            raise ConfigError([mismatch])
+            raise ConfigError(mismatch)
         columns = [name for name in names if name in (field, *reader.any_of_fields, *reader.optional_fields)]
         rows = [file.metadata.row_group(n).num_rows for n in range(file.num_row_groups)]
         row_number, rows_in_span, rows_done = sum(rows[: span.start]), max(sum(rows[span.start : span.stop]), 1), 0
@@ -67,7 +67,7 @@ def _open_parquet(file: str) -> Any:
     try:
         import pyarrow.parquet
     except ImportError:
-        raise ConfigError([f"{file}: reading Parquet needs the package pyarrow: pip install pyarrow"]) from None
+        raise ConfigError(f"{file}: reading Parquet needs the package pyarrow: pip install pyarrow") from None
     return pyarrow.parquet.ParquetFile(open_url(file) if is_url(file) else file)
 
 
