@@ -352,10 +352,7 @@ def rope(x_GSHh: Tensor, model: Model, position_GS: Tensor | None = None) -> Ten
         position_GS = torch.arange(positions)[None]
     angle = (position_GS.to(wide)[:, :, None] * frequency)[:, :, None, :]
     first, second = x_GSHh[..., :width].to(wide).chunk(2, dim=-1)
-    rotated = (
-        first * angle.cos() - second * angle.sin(),
-        second * angle.cos() + first * angle.sin(),
-    )
+    rotated = (first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin())
     turned = (torch.cat(rotated, dim=-1) * scale).to(x_GSHh.dtype)
     return torch.cat((turned, x_GSHh[..., width:]), dim=-1)
 

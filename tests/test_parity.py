@@ -198,11 +198,7 @@ NASTY = {
         "pipeline.layers_per_stage": [2, 0],
         "parallelism.experts.ep": 2,
     },
-    "a token of each sample on a rank": {
-        "training.seq_len": 8,
-        "parallelism.tp": 8,
-        "parallelism.experts.ep": 8,
-    },
+    "a token of each sample on a rank": {"training.seq_len": 8, "parallelism.tp": 8, "parallelism.experts.ep": 8},
     "four nodes, slices of experts on each, beside a shared expert": {
         "moe.dispatcher": "hierarchical",
         "parallelism.node": 2,
@@ -251,12 +247,7 @@ NASTY = {
         "training.mtp_weight": 0.7,
     },
     "biases in slices, on etp and over data ranks": MODELS["gpt_oss"]
-    | {
-        "model.num_experts": 2,
-        "model.top_k": 2,
-        "parallelism.experts.ep": 2,
-        "parallelism.experts.etp": 2,
-    },
+    | {"model.num_experts": 2, "model.top_k": 2, "parallelism.experts.ep": 2, "parallelism.experts.etp": 2},
     "fewer sinks than ranks to shard them": MODELS["gpt_oss"]
     | {"model.num_heads": 4, "model.num_kv_heads": 2, "parallelism.tp": 2, "parallelism.experts.ep": 4},
     "half of each head turned, along a ring": MODELS["glm4_moe"]
@@ -304,12 +295,7 @@ NASTY = {
         "activation_checkpoint.mode": "selective",
     },
     "all heads normalised together, half of each turned, in stages": MODELS["minimax_m2"]
-    | {
-        "parallelism.pp": 2,
-        "parallelism.tp": 2,
-        "parallelism.experts.ep": 2,
-        "training.loss_chunks": 5,
-    },
+    | {"parallelism.pp": 2, "parallelism.tp": 2, "parallelism.experts.ep": 2, "training.loss_chunks": 5},
     "multi-token prediction after the final norm, split over tp and cp": {
         "model.mtp_depth": 1,
         "model.mtp_after_norm": True,
@@ -482,10 +468,7 @@ REPORTED = {"parallelism.experts.ep": 2, "moe.aux_loss": 0.02, "model.mtp_depth"
         ("loss_divided_by_local_tokens", {"parallelism.experts.ep": 2}),
         ("balance_terms_by_the_wrong_group", {"parallelism.cp": 2, "moe.aux_loss_sequence": 0.02}),
         ("balance_terms_by_the_wrong_group", {"moe.aux_loss": 0.02}),
-        (
-            "balance_terms_counted_in_recomputation_too",
-            {"moe.aux_loss": 0.02, "activation_checkpoint.mode": "full"},
-        ),
+        ("balance_terms_counted_in_recomputation_too", {"moe.aux_loss": 0.02, "activation_checkpoint.mode": "full"}),
         ("garbage_gradients_without_tokens", MODELS["top_1"]),
         ("norm_of_own_heads_only", {"parallelism.tp": 2, "model.qk_norm": "full"}),
         ("rope_offset_wrong", {"parallelism.cp": 2}),

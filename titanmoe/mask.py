@@ -222,12 +222,7 @@ def _known_pairs(*arguments_of_pairs: Any) -> list[BlockPair]:
 
 @lru_cache(maxsize=1024)
 def _pairs(
-    host: OnHost | None,
-    window: int,
-    chunk: int,
-    chunks: int,
-    query_chunks: Sequence[int],
-    key_chunks: Sequence[int],
+    host: OnHost | None, window: int, chunk: int, chunks: int, query_chunks: Sequence[int], key_chunks: Sequence[int]
 ) -> list[BlockPair]:
     """Return the blocks of `Mask.pairs`, by sample, query and key. All arguments are hashed, as the cache's key.
 

@@ -30,11 +30,7 @@ MOST_SORTED = 1 << 24
 
 
 def group_advantages(
-    rewards: Sequence[float] | Tensor,
-    groups: Sequence[Hashable],
-    *,
-    divide_by_std: bool = True,
-    eps: float = 1e-6,
+    rewards: Sequence[float] | Tensor, groups: Sequence[Hashable], *, divide_by_std: bool = True, eps: float = 1e-6
 ) -> Tensor:
     """Return each sample's reward minus the mean of its group, by default over the group's standard deviation.
 

@@ -516,11 +516,7 @@ class Session:
         return self.training.shards
 
     def weights(
-        self,
-        *,
-        ranks: Collection[int] | None = (0,),
-        dtype: torch.dtype | None = None,
-        merge_adapters: bool = True,
+        self, *, ranks: Collection[int] | None = (0,), dtype: torch.dtype | None = None, merge_adapters: bool = True
     ) -> Iterator[tuple[str, Tensor | None]]:
         """Yield name and tensor of each Hugging Face tensor of the model, in one order on all ranks.
 

@@ -91,12 +91,7 @@ OTHERS = tuple(name for name in FAMILIES.table if name not in MAIN)
 DTYPES = ("training.dtype", "training.mixed_precision_param", "training.mixed_precision_reduce")
 SINGLE = dict.fromkeys(DTYPES, "float32")
 MIXED = dict(zip(DTYPES, ("float32", "bfloat16", "float32"), strict=True))
-DPO = {
-    "training.objective": "dpo",
-    "data.source": "files",
-    "data.paths": ["pairs.jsonl"],
-    "data.format": "preference",
-}
+DPO = {"training.objective": "dpo", "data.source": "files", "data.paths": ["pairs.jsonl"], "data.format": "preference"}
 PADDED = {"moe.capacity_factor": 1.0, "moe.pad_to_capacity": True}
 BALANCED = {"moe.aux_loss": 0.02, "moe.aux_loss_sequence": 0.02, "moe.aux_loss_global": 0.02, "moe.z_loss": 0.01}
 MUON = {"optimizer.name": "muon"}

@@ -84,10 +84,7 @@ LIES: dict[str, tuple[Callable[[Metadata], Any], str]] = {
     "deep": (deep, "an entry is not a torch.Size"),
     "huge": (lambda m: setattr(entry(m), "size", torch.Size((1 << 40, 1 << 20))), "the blocks of a.x do not make up"),
     "huge block": (huge_block, "is larger than its"),
-    "many dims": (
-        lambda m: setattr(entry(m), "size", torch.Size([1 << 62] * 100)),
-        "an entry is not a torch.Size",
-    ),
+    "many dims": (lambda m: setattr(entry(m), "size", torch.Size([1 << 62] * 100)), "an entry is not a torch.Size"),
     "negative": (lambda m: place(m, offset=-1), "are not sizes"),
     "beyond the file": (lambda m: place(m, offset=1 << 40), "which that file does not have"),
     "twice in one place": (

@@ -33,16 +33,8 @@ ROUND = 5000
 
 PAIRS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "pp4 to ep4": (4, mapping(pp=4) | FOUR, mapping(ep=4) | FOUR),
-    "every rank alone to sharded": (
-        8,
-        mapping() | {"parallelism.dp_replicate": 8},
-        mapping(ep=4),
-    ),
-    "sharded to every rank alone": (
-        8,
-        mapping(tp=2, cp=2, ep=2, etp=2),
-        mapping() | {"parallelism.dp_replicate": 8},
-    ),
+    "every rank alone to sharded": (8, mapping() | {"parallelism.dp_replicate": 8}, mapping(ep=4)),
+    "sharded to every rank alone": (8, mapping(tp=2, cp=2, ep=2, etp=2), mapping() | {"parallelism.dp_replicate": 8}),
     "biases, few sinks, replicas": (8, mapping(ep=2) | BIASED | HSDP, mapping(tp=2, ep=2, etp=2) | BIASED),
     "tied ends of a V": (8, mapping(ep=2) | V | TIED, mapping(tp=2, ep=4) | FOUR | TIED),
     "interleaved to stages": (8, mapping(pp=2, ep=2) | INTERLEAVED | DEEP, mapping(pp=4, etp=2) | DEEP),

@@ -118,10 +118,7 @@ def test_all_that_is_wrong_is_said_at_once():
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (
-            dict(num_layers=5, mtp_depth=1),
-            "here that block is like the last of model.num_layers = 5",
-        ),
+        (dict(num_layers=5, mtp_depth=1), "here that block is like the last of model.num_layers = 5"),
         (
             dict(own=Own(preset("qwen3_next", "debug")["own"] | {"linear_gate": "gla"})),
             'not model.own.linear_gate = "gla"',

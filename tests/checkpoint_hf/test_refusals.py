@@ -75,11 +75,7 @@ def refused(capsys, folder, *options):
         ("mixtral", {"model_type": "glm4_mo"}, "a file of names and sizes, here from that of glm4_moe"),
         ("glm4_moe", {"hidden_act": "gelu"}, "titanmoe's glm4_moe only has"),
         ("glm4_moe_lite", {"attention_bias": True}, "attention_bias = True, titanmoe's glm4_moe_lite only has false"),
-        (
-            "glm4_moe_lite",
-            {"first_k_dense_replace": 2},
-            "first_k_dense_replace = 2, and its mlp_layer",
-        ),
+        ("glm4_moe_lite", {"first_k_dense_replace": 2}, "first_k_dense_replace = 2, and its mlp_layer"),
         ("glm4_moe_lite", {"mlp_layer_types": ["dense", "sparse"]}, "not dense or sparse for 3 layers"),
         (
             "glm4_moe_lite",

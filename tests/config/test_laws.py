@@ -13,12 +13,7 @@ from titanmoe.config.schema import Config
 from titanmoe.models.families import family_of, names
 from titanmoe.moe.dispatchers.dispatcher_spec import overlapping_quoted
 
-LATENT = {
-    "model.kv_lora_rank": 16,
-    "model.qk_nope_head_dim": 6,
-    "model.qk_rope_head_dim": 2,
-    "model.v_head_dim": 4,
-}
+LATENT = {"model.kv_lora_rank": 16, "model.qk_nope_head_dim": 6, "model.qk_rope_head_dim": 2, "model.v_head_dim": 4}
 FILES = {"data.source": "files", "data.paths": ["a", "b"]}
 WIDE = {"training.dtype": "float64", "training.mixed_precision_param": "float64"}
 HALVES = {"moe.overlap": "halves", "training.local_batch_size": 2}
@@ -127,10 +122,7 @@ def test_out_of_range(path, value):
             {"model.top_k": 1},
             "model.top_k = 1 with norm_topk = true .* no gradient: set norm_topk = false, or top_k to 2",
         ),
-        (
-            {"model.top_k": 1, "model.score_function": "sigmoid"},
-            "model.top_k = 1 with norm_topk = true .* no gradient",
-        ),
+        ({"model.top_k": 1, "model.score_function": "sigmoid"}, "model.top_k = 1 with norm_topk = true .* no gradient"),
         (
             {"model.top_k": 1, "model.norm_topk": False, "model.score_function": "softmax_after_topk"},
             'model.top_k = 1 with score_function = "softmax_after_topk" .* set score_function = "softmax" with',
@@ -201,10 +193,7 @@ def test_out_of_range(path, value):
             HALVES | {"moe.dispatcher": "allgather"},
             f'overlap = "halves" .*"allgather" sends and waits at once: use dispatcher = {overlapping_quoted()}, or',
         ),
-        (
-            HALVES | {"moe.dispatcher": "symm_mem"},
-            '"symm_mem" leaves its counts on the device: use',
-        ),
+        (HALVES | {"moe.dispatcher": "symm_mem"}, '"symm_mem" leaves its counts on the device: use'),
         (HALVES | {"moe.capacity_factor": 1.0}, "capacity_factor = 1.0 drops by both: use capacity_factor = 0, or"),
         (
             HALVES | {"model.num_dense_layers": 4, "model.dense_hidden": 8, "model.num_layers": 4},

@@ -115,11 +115,7 @@ LAYOUTS: dict[str, tuple[str, list[str], dict[str, list[str]]]] = {
         "configs:\n- config_name: main\n  data_files: a/*.jsonl\n  default: true\n"
         "- config_name: all\n  data_files: ['**/*.jsonl', a/1.jsonl]\n",
         ["a/1.jsonl", "a/b/2.jsonl", "3.jsonl", "a/x.csv"],
-        {
-            "": ["a/1.jsonl"],
-            ":main/train": ["a/1.jsonl"],
-            ":all/train": ["3.jsonl", "a/1.jsonl", "a/b/2.jsonl"],
-        },
+        {"": ["a/1.jsonl"], ":main/train": ["a/1.jsonl"], ":all/train": ["3.jsonl", "a/1.jsonl", "a/b/2.jsonl"]},
     ),
     "a pattern beside a split": (
         "configs:\n- config_name: default\n  data_files:\n  - split: test\n    path: b.jsonl\n  - a*.jsonl\n",

@@ -88,11 +88,7 @@ def test_a_pair_is_cut_where_what_it_shares_does_not_fit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({}, "is for preference pairs"),
-        ({"data.balance_work": True}, "set either to false"),
-    ],
+    ("changes", "message"), [({}, "is for preference pairs"), ({"data.balance_work": True}, "set either to false")]
 )
 def test_what_it_does_not_fit_is_refused(changes: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -122,11 +122,7 @@ def test_in_bfloat16_it_is_near_alltoall() -> None:
         ({"model.dim": 24}, 2, "sends multiples of 16 numbers, at most 8176, and model.dim is 24"),
         ({"model.dim": 8192}, 2, "at most 8176, and model.dim is 8192"),
         ({"moe.pad_to_capacity": True, "moe.capacity_factor": 1.0}, 2, 'and moe.dispatcher = "deepep" has none'),
-        (
-            {"moe.overlap": "halves", "training.local_batch_size": 2},
-            2,
-            "sends a token once for all its experts",
-        ),
+        ({"moe.overlap": "halves", "training.local_batch_size": 2}, 2, "sends a token once for all its experts"),
         (
             {"parallelism.experts.ep": 6, "model.num_experts": 12},
             6,

@@ -82,11 +82,7 @@ def generator(
 
 
 def forced(
-    path: Path | None,
-    degrees: dict[str, int],
-    rows: list[list[int]],
-    prompts: list[int],
-    adapter: Path | None = None,
+    path: Path | None, degrees: dict[str, int], rows: list[list[int]], prompts: list[int], adapter: Path | None = None
 ) -> dict[int, Tensor]:
     """On a rank: by row number, the logits after a prompt of that many tokens, after each following token but the last
     two, and after these together."""

@@ -16,13 +16,7 @@ from titanmoe.comm.collectives import NO_GROUP, Group
 from titanmoe.config.schema import Model
 from titanmoe.models import vocabulary as vocabulary_room
 from titanmoe.models.logit_slices import slices
-from titanmoe.models.vocabulary import (
-    CHUNK_BYTES,
-    Head,
-    chunk_count,
-    chunked_cross_entropy,
-    cross_entropy,
-)
+from titanmoe.models.vocabulary import CHUNK_BYTES, Head, chunk_count, chunked_cross_entropy, cross_entropy
 from titanmoe.tokens import IGNORE
 
 T, D, V = 20, 6, 33

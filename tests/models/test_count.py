@@ -14,12 +14,7 @@ from tests.support.families import has_attention_only
 from titanmoe.config.blocks import window
 from titanmoe.config.schema import Model
 from titanmoe.models.__main__ import renew
-from titanmoe.models.count import (
-    flops_per_token,
-    layer_flops,
-    parameters,
-    training_work,
-)
+from titanmoe.models.count import flops_per_token, layer_flops, parameters, training_work
 from titanmoe.models.families import names, preset
 from titanmoe.models.tensors import Tuning
 

@@ -21,10 +21,7 @@ def largest_scores(routed: RouterOutput) -> Tensor:
 
 
 MEAN_LARGEST = Statistic(
-    "largest_score",
-    lambda layer: layer.counts["largest"] / layer.counts["tokens"],
-    ("largest",),
-    largest_scores,
+    "largest_score", lambda layer: layer.counts["largest"] / layer.counts["tokens"], ("largest",), largest_scores
 )
 
 

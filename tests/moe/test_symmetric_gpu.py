@@ -21,10 +21,7 @@ from titanmoe.moe.dispatchers.symmetric_buffers import missing
 from titanmoe.moe.experts import Experts
 from titanmoe.moe.grouped_mm import can_group
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -368,8 +368,7 @@ def small(config: Config) -> Config:
 
 
 @pytest.mark.parametrize(
-    "recipe",
-    [pytest.param(p, marks=() if p.stem in FIRST else pytest.mark.slow, id=p.stem) for p in GPU_RECIPES],
+    "recipe", [pytest.param(p, marks=() if p.stem in FIRST else pytest.mark.slow, id=p.stem) for p in GPU_RECIPES]
 )
 def test_recipes_for_gpus_compile_and_never_again(recipe: Path) -> None:
     """Two of their layers, forward and backward, under changing routing; bfloat16, as the recipes have it."""

@@ -120,10 +120,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "frozen embedding": (2, ODD | {"training.freeze": ["embed.*"]}),
     "frozen head": (2, ODD | {"training.freeze": ["head.weight"]}),
     "Muon": (4, ODD | TIED | {"parallelism.tp": 2, "optimizer.name": "muon"}),
-    "float32, slices": (
-        2,
-        ODD | dict.fromkeys(parity.NUMERICS, "float32") | {"training.loss_chunks": 2},
-    ),
+    "float32, slices": (2, ODD | dict.fromkeys(parity.NUMERICS, "float32") | {"training.loss_chunks": 2}),
     "compiled": (2, ODD | {"compile.enable": True, "compile.backend": "aot_eager"}),
     "multi-token prediction": (2, ODD | MTP),
     "multi-token prediction after the norm, tied, tp, GPipe": (

@@ -133,11 +133,7 @@ MORE = {
     "edp": (4, 0, "--parallelism.experts.ep 1"),
     "replicas": (4, 0, "--parallelism.dp_replicate 2"),
     "float32": (4, 0, f"--training.mixed_precision_param float32 {EP} 4"),
-    "experts left to FSDP": (
-        4,
-        0,
-        f"{EP} 4 --parallelism.reshard_after_forward always --training.global_batch_size 4",
-    ),
+    "experts left to FSDP": (4, 0, f"{EP} 4 --parallelism.reshard_after_forward always --training.global_batch_size 4"),
     "replicas of whole experts": (4, 0, f"{EP} 2 --parallelism.dp_replicate 2"),
     "weights kept": (4, 0, f"{EP} 4 --parallelism.reshard_after_forward never"),
     "pp4, as many microbatches": (4, 0, f"{PP} 4 --training.global_batch_size 4"),

@@ -31,11 +31,7 @@ def test_a_finished_send_waits_for_an_early_receive_on_the_same_communicator() -
     late, ready = Message(True, 2, 0, 2, 1), Message(False, 1, 0, 1, 0)
     work = [Event((Action(stage, "B", 1),)) for stage in range(3)]
     need = Event((Action(0, "B", 0),))
-    rows = [
-        [Event((), ready), need],
-        [Event((), late), Event((), ready)],
-        [work[2], work[2], Event((), late)],
-    ]
+    rows = [[Event((), ready), need], [Event((), late), Event((), ready)], [work[2], work[2], Event((), late)]]
     ranks = [0, 1, 2]
     assert step_time(rows, ranks, lambda message: 0, 0.5) == 4 + 0.5 + 0.5 + 2
     assert step_time(rows, ranks, lambda message: message.forward, 0.5) == 4

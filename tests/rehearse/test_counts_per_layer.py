@@ -41,13 +41,7 @@ NONE = Counts(0, 0, 0, 0, 0)
 # A recomputed layer only sends its rows once more, in one message for each way there: numbers and weights are cached,
 # and it ends before the experts' last product. Where the rows are saved too, it sends nothing.
 TABLE: dict[str, tuple[dict[str, Any], Counts, Counts, Counts, Counts]] = {
-    "alltoall": (
-        {},
-        Counts(4, 3, 1, 2, 6),
-        Counts(3, 6, 0, 2, 6),
-        Counts(1, 2, 0, 0, 0),
-        Counts(3, 6, 0, 2, 6),
-    ),
+    "alltoall": ({}, Counts(4, 3, 1, 2, 6), Counts(3, 6, 0, 2, 6), Counts(1, 2, 0, 0, 0), Counts(3, 6, 0, 2, 6)),
     "alltoall, moe again": (
         {"activation_checkpoint.mode": "moe"},
         Counts(4, 3, 1, 2, 6),

@@ -81,10 +81,7 @@ def calls(changes: dict[str, Any], folder: str) -> tuple[list[str], str]:
     note(trainer.live.generator, "_advance")
     if trainer.rewards:
         note(trainer.rewards, "submit")
-    with (
-        mock.patch.object(policy_trainer, "PROGRESS_INTERVAL_S", -1),
-        contextlib.redirect_stdout(io.StringIO()) as out,
-    ):
+    with mock.patch.object(policy_trainer, "PROGRESS_INTERVAL_S", -1), contextlib.redirect_stdout(io.StringIO()) as out:
         trainer.train()
     return names, out.getvalue()
 

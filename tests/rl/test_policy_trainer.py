@@ -61,11 +61,7 @@ MAPPINGS: dict[str, dict[str, Any]] = {
         "parallelism.experts.ep": 2,
         "generation.parallelism.etp": 2,
     },
-    "cp 2 etp 2, generates ep 4": {
-        "parallelism.cp": 2,
-        "parallelism.experts.etp": 2,
-        "generation.parallelism.ep": 4,
-    },
+    "cp 2 etp 2, generates ep 4": {"parallelism.cp": 2, "parallelism.experts.etp": 2, "generation.parallelism.ep": 4},
 }
 
 

@@ -122,15 +122,7 @@ DISPATCHERS: dict[str, dict[str, Any]] = {
 DISPATCHERS["symm_mem"] = {"moe.dispatcher": "symm_mem", "moe.symm_mem_factor": 1.5}
 SCHEDULES = {
     name: {"pipeline.schedule": name}
-    for name in (
-        "GPipe",
-        "1F1B",
-        "LoopedBFS",
-        "Interleaved1F1B",
-        "InterleavedZeroBubble",
-        "ZBVZeroBubble",
-        "DualPipeV",
-    )
+    for name in ("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 }
 CP_KINDS = {
     f"{kind}-{placement}": {"parallelism.cp_kind": kind, "parallelism.cp_placement": placement}

@@ -91,12 +91,7 @@ def is_matrix(name: str, weight: Tensor, router: bool) -> bool:
 
 
 def muon(
-    config: Config,
-    weights: dict[str, Tensor],
-    grads: dict[str, Tensor],
-    moments: dict,
-    step_number: int,
-    norm: float,
+    config: Config, weights: dict[str, Tensor], grads: dict[str, Tensor], moments: dict, step_number: int, norm: float
 ) -> tuple[dict[str, Tensor], dict]:
     """Return updated weights and moments by name, as new dicts.
 

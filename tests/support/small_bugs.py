@@ -65,7 +65,7 @@ TABLE: dict[str, list[tuple[str, str, str, str]]] = {
             "no gradient through the sum that normalises the weights",
             "weights_TK.sum(-1, keepdim=True)",
             "weights_TK.sum(-1, keepdim=True).detach()",
-        ),
+        )
     ],
     "tests/moe/test_router.py tests/train/test_validation.py": [
         (
@@ -73,7 +73,7 @@ TABLE: dict[str, list[tuple[str, str, str, str]]] = {
             "jitter in validation too",
             "options.jitter > 0 and torch.is_grad_enabled()",
             "options.jitter > 0",
-        ),
+        )
     ],
     "tests/moe/test_router_product.py": [
         (
@@ -95,7 +95,7 @@ TABLE: dict[str, list[tuple[str, str, str, str]]] = {
             "of several products only the first gives the input a gradient",
             "torch.addmm(grad_x.flatten(0, -2), grad_RN, w)",
             "torch.mm(grad_RN, w)",
-        ),
+        )
     ],
     "tests/moe/test_balance.py": [
         (
@@ -135,7 +135,7 @@ TABLE: dict[str, list[tuple[str, str, str, str]]] = {
             "a rank's own counts are used instead of its whole sample's",
             "all_reduce(self.count_BE.to(torch.float64), self.sequence)",
             "self.count_BE.to(torch.float64)",
-        ),
+        )
     ],
     f"{PAIRS} -k global+bias": [
         (
@@ -143,7 +143,7 @@ TABLE: dict[str, list[tuple[str, str, str, str]]] = {
             "selection biases move towards the busy experts",
             "load_E.mean() - load_E",
             "load_E - load_E.mean()",
-        ),
+        )
     ],
     "tests/moe/test_capacity.py": [
         ("Capacity.limit", "capacity rounds down", "math.ceil", "math.floor"),
@@ -181,7 +181,7 @@ TABLE: dict[str, list[tuple[str, str, str, str]]] = {
             "routers have no gradient through their weights",
             "(permute_tokens(x_TD, choice_S // K, slot_TJ, kernels), weights_S1)",
             "(permute_tokens(x_TD, choice_S // K, slot_TJ, kernels), weights_S1.detach())",
-        ),
+        )
     ],
     "tests/moe/test_experts.py": [
         ("Experts.products", "an expert's last bias is not weighted", "member_Re * weight_R1", "member_Re"),
@@ -213,10 +213,10 @@ TABLE: dict[str, list[tuple[str, str, str, str]]] = {
             "no factor on cos and sin if both mscales are given",
             "yarn_mscale(model, model.rope_mscale) / yarn_mscale(model, model.rope_mscale_all_dim)",
             "1.0",
-        ),
+        )
     ],
     "tests/test_precision.py tests/models/test_transformer.py": [
-        ("plain_norm", "norms in the dtype of the activations", "promote(x)", "x"),
+        ("plain_norm", "norms in the dtype of the activations", "promote(x)", "x")
     ],
     "tests/checkpoint_hf/test_fields.py -k rope": [
         (
@@ -224,7 +224,7 @@ TABLE: dict[str, list[tuple[str, str, str, str]]] = {
             "YaRN's original context is that of the rope dict if a config.json has two",
             'config.get("original_max_position_embeddings", rope.get("original_max_position_embeddings", context))',
             'rope.get("original_max_position_embeddings", config.get("original_max_position_embeddings", context))',
-        ),
+        )
     ],
     "tests/checkpoint_hf/test_fields.py -k left_out": [
         (
@@ -232,7 +232,7 @@ TABLE: dict[str, list[tuple[str, str, str, str]]] = {
             "another epsilon where config.json has none",
             '{"rms_norm_eps": 1e-5, "norm_topk_prob": False, "router_aux_loss_coef": 0.01}',
             '{"rms_norm_eps": 1e-6, "norm_topk_prob": False, "router_aux_loss_coef": 0.01}',
-        ),
+        )
     ],
     f"{PAIRS} -k glm4_moe": [
         (
@@ -240,7 +240,7 @@ TABLE: dict[str, list[tuple[str, str, str, str]]] = {
             "keys are normalised with the queries' norm",
             "q, k = self.q_norm(q), self.k_norm(k)",
             "q, k = self.q_norm(q), self.q_norm(k)",
-        ),
+        )
     ],
     "tests/models/test_latent_attention.py": [
         (
@@ -248,10 +248,10 @@ TABLE: dict[str, list[tuple[str, str, str, str]]] = {
             "YaRN sharpens latent attention once, not twice",
             "yarn_mscale(model, model.rope_mscale_all_dim) ** 2",
             "yarn_mscale(model, model.rope_mscale_all_dim)",
-        ),
+        )
     ],
     f"{PAIRS} -k yes-full-mtp": [
-        ("MultiToken.add_loss", "no weight on the loss of further tokens", "self.weight * mtp_loss_BS", "mtp_loss_BS"),
+        ("MultiToken.add_loss", "no weight on the loss of further tokens", "self.weight * mtp_loss_BS", "mtp_loss_BS")
     ],
     "tests/models/test_transformer.py": [
         (
@@ -259,7 +259,7 @@ TABLE: dict[str, list[tuple[str, str, str, str]]] = {
             "labels without loss have a gradient",
             "softmax_TV * has_label_T.unsqueeze(1)",
             "softmax_TV.clone()",
-        ),
+        )
     ],
     "tests/test_mask.py": [
         ("sees", "a window is one position longer", "apart < window", "apart <= window"),
@@ -283,7 +283,7 @@ TABLE: dict[str, list[tuple[str, str, str, str]]] = {
             "zigzag gives a rank evenly spaced chunks",
             "2 * self.size - 1 - rank",
             "self.size + rank",
-        ),
+        )
     ],
     f"{PARITY}::test_windows_and_sinks_across_the_pieces_of_a_sequence": [
         (
@@ -291,7 +291,7 @@ TABLE: dict[str, list[tuple[str, str, str, str]]] = {
             "under ulysses every rank has the first ranks' sinks",
             "sinks_H.chunk(group.size)[group.rank]",
             "sinks_H.chunk(group.size)[0]",
-        ),
+        )
     ],
     "tests/parallel/test_context.py -k ring_adds": [
         (
@@ -299,7 +299,7 @@ TABLE: dict[str, list[tuple[str, str, str, str]]] = {
             "the ring adds up the gradients of keys in bfloat16",
             "_wide_zeros(kv)",
             "torch.zeros_like(kv)",
-        ),
+        )
     ],
     "tests/parallel/test_recompute.py": [
         (
@@ -307,7 +307,7 @@ TABLE: dict[str, list[tuple[str, str, str, str]]] = {
             "of several tensors that were dropped, backward gets the first",
             "self.recomputed[i]",
             "self.recomputed[0]",
-        ),
+        )
     ],
     "tests/parallel/test_grad_norm.py": [
         ("grad_norm", "replicas count several times in the gradient's norm", "replicas(p)", "1"),
@@ -324,7 +324,7 @@ TABLE: dict[str, list[tuple[str, str, str, str]]] = {
             "data ranks give their tokens the same numbers",
             "microbatch * meshes.data.size + meshes.data.rank",
             "microbatch * meshes.data.size",
-        ),
+        )
     ],
     "tests/parallel/test_pipeline.py -k stage": [
         (
@@ -332,7 +332,7 @@ TABLE: dict[str, list[tuple[str, str, str, str]]] = {
             "the cost of the head counts for the first stage",
             "behind if stage == stages - 1 else 0",
             "behind if stage == 0 else 0",
-        ),
+        )
     ],
     f"{PARITY}::test_nasty_cases -k three_copies": [
         (
@@ -340,7 +340,7 @@ TABLE: dict[str, list[tuple[str, str, str, str]]] = {
             "a stage's second copy of the embedding keeps its own gradient",
             "other.copy_(grads[0])",
             "None",
-        ),
+        )
     ],
     NO_GROUP: [
         (
@@ -388,7 +388,7 @@ TABLE: dict[str, list[tuple[str, str, str, str]]] = {
             "warm-up counts as decay",
             "(step - options.warmup_steps) / max(1, steps - options.warmup_steps)",
             "step / max(1, steps)",
-        ),
+        )
     ],
     "tests/train/test_validation.py": [
         (
@@ -414,7 +414,7 @@ TABLE: dict[str, list[tuple[str, str, str, str]]] = {
         ("stream_crc32", "a checksum covers only a file's first block", "size - len(block)", "0"),
     ],
     "tests/data/test_shuffle.py": [
-        ("permute", "a permutation reaches one number too far", "out_N[outside] >= size", "out_N[outside] > size"),
+        ("permute", "a permutation reaches one number too far", "out_N[outside] >= size", "out_N[outside] > size")
     ],
     "tests/data/test_loader.py": [
         (

@@ -44,12 +44,7 @@ def relative_difference(got: Tensor, want: Tensor, scale: float = 0.0) -> float:
 
 
 def assert_close(
-    got: Tensor,
-    want: Tensor,
-    terms: int = 0,
-    roundings: int = 1,
-    dtype: torch.dtype | None = None,
-    scale: float = 0.0,
+    got: Tensor, want: Tensor, terms: int = 0, roundings: int = 1, dtype: torch.dtype | None = None, scale: float = 0.0
 ) -> None:
     """Assert that two tensors of the same dtype and shape agree within `bound`.
 

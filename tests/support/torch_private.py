@@ -66,13 +66,7 @@ PRIVATE = (
         "checkpoint/dcp_metadata.py",
         "where a block is, in .metadata",
     ),
-    Private(
-        "torch.cuda.memory",
-        ("_snapshot",),
-        "train/runtime.py",
-        "whether GPU memory segments grow",
-        optional=True,
-    ),
+    Private("torch.cuda.memory", ("_snapshot",), "train/runtime.py", "whether GPU memory segments grow", optional=True),
     Private(
         "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent",
         ("_pcontext",),

@@ -106,8 +106,7 @@ def test_the_header_has_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
-    [({"lora.rank": 0}, "; all are trained"), ({"lora.rank": 4}, " are trained, in adapters")],
+    ("changes", "said"), [({"lora.rank": 0}, "; all are trained"), ({"lora.rank": 4}, " are trained, in adapters")]
 )
 def test_the_header_says_what_is_trained(changes: dict, said: str) -> None:
     config = parity.read(changes, 1)

@@ -14,11 +14,7 @@ from titanmoe.config.schema import Config
 from titanmoe.train.objectives.objective_spec import OBJECTIVES
 
 reference.OBJECTIVES |= {pair_objective.NAME: pair_objective.mean, entropy_objective.NAME: entropy_objective.mean}
-PAIRS = {
-    "training.objective": pair_objective.NAME,
-    "training.local_batch_size": 2,
-    "training.global_batch_size": 4,
-}
+PAIRS = {"training.objective": pair_objective.NAME, "training.local_batch_size": 2, "training.global_batch_size": 4}
 
 
 @pytest.mark.parametrize(

@@ -135,10 +135,7 @@ def test_it_is_measured_with_adamw_and_only_when_asked() -> None:
     ("changes", "said"),
     [
         ({"optimizer.qk_clip": 100.0, "model.qk_norm": "head"}, 'has no effect with model.qk_norm = "head"'),
-        (
-            {"optimizer.qk_clip": 100.0, "training.freeze": ["*.wk.*"]},
-            "scales layers.0.attention.wk.weight",
-        ),
+        ({"optimizer.qk_clip": 100.0, "training.freeze": ["*.wk.*"]}, "scales layers.0.attention.wk.weight"),
         ({"optimizer.qk_clip": 100.0, "compile.enable": True}, "leave one out"),
         ({"optimizer.qk_clip_every": 5}, "does nothing with qk_clip = 0"),
         (BOUND | {"optimizer.qk_clip": 2.5}, r"up to ln\(seq_len\) = 2.8 above the largest logit"),

@@ -291,8 +291,7 @@ def _profile(config: Config) -> Iterator[Violation]:
         )
     if profile.memory == "steps" and not profile.steps:
         yield Violation(
-            ("profile.memory", "profile.steps"),
-            'profile.memory = "steps" needs profile.steps: list some, or use "oom"',
+            ("profile.memory", "profile.steps"), 'profile.memory = "steps" needs profile.steps: list some, or use "oom"'
         )
 
 

@@ -93,12 +93,7 @@ def _products(groups: Sequence[Tensor], method: ProductMethod, clamped: bool, ke
 
 @torch.library.custom_op("titanmoe::experts_up", mutates_args=())
 def experts_up(
-    x_RD: Tensor,
-    weights: Sequence[Tensor],
-    groups: Sequence[Tensor],
-    method: str,
-    clamped: bool,
-    kernels: str,
+    x_RD: Tensor, weights: Sequence[Tensor], groups: Sequence[Tensor], method: str, clamped: bool, kernels: str
 ) -> list[Tensor]:
     """Multiply routed tokens by their experts' weights, as one operation that torch.compile does not trace into.
 

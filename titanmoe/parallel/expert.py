@@ -35,10 +35,7 @@ def expert_ranks(meshes: Meshes) -> ExpertRanks:
 
 
 def reserve_buffers(
-    config: Config,
-    meshes: Meshes,
-    device: torch.device,
-    reserve: Callable[..., SharedBuffers | None] | None = None,
+    config: Config, meshes: Meshes, device: torch.device, reserve: Callable[..., SharedBuffers | None] | None = None
 ) -> SharedBuffers | None:
     """Allocate the buffers in which dispatchers exchange routed tokens, for a step to attach to all its MoE layers.
 

@@ -41,10 +41,7 @@ def local_norms(grads: list[Tensor]) -> list[Tensor]:
 
 @torch.no_grad()
 def grad_norm(
-    parameters: dict[str, nn.Parameter],
-    world: Group,
-    copies: tuple[str, ...] = (),
-    device: torch.device | None = None,
+    parameters: dict[str, nn.Parameter], world: Group, copies: tuple[str, ...] = (), device: torch.device | None = None
 ) -> Tensor:
     """Return the L2 norm of all gradients, a float64 scalar, on every rank. Collective over the world.
 

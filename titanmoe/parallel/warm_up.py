@@ -20,11 +20,7 @@ from titanmoe.parallel.data_parallel import free_gathered
 
 
 def warm_up(
-    model: Transformer,
-    hidden: Tensor,
-    batch_slice: BatchSlice,
-    device: torch.device,
-    microbatch_loss: MicrobatchLoss,
+    model: Transformer, hidden: Tensor, batch_slice: BatchSlice, device: torch.device, microbatch_loss: MicrobatchLoss
 ) -> None:
     """Load all kernels of a stage: run forward and backward on a microbatch, then restore buffers and gradients.
 

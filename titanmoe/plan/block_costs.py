@@ -252,14 +252,7 @@ class BlockCosts(AttentionCosts):
         return Cost(matrix=forward.matrix * products, memory=forward.memory * memory)
 
     def recomputed_experts(
-        self,
-        forward: Cost,
-        mode: str,
-        sample_ranks: int,
-        samples: int,
-        ep: int,
-        etp: int,
-        choice: DispatchChoice,
+        self, forward: Cost, mode: str, sample_ranks: int, samples: int, ep: int, etp: int, choice: DispatchChoice
     ) -> Cost:
         """Return the cost that backward adds by recomputing a MoE layer: its forward without the down product.
 

@@ -224,13 +224,7 @@ class WeightCosts(BlockCosts):
         return fold.pp == 1 and not config.parallelism.reduce_once
 
     def weights_exposed(
-        self,
-        config: Config,
-        fold: Fold,
-        sizes: Sizes,
-        blocks: list[tuple[int, int]],
-        m: int,
-        busy: Cost,
+        self, config: Config, fold: Fold, sizes: Sizes, blocks: list[tuple[int, int]], m: int, busy: Cost
     ) -> float:
         """Return the seconds that messages of weights and gradients add to a step, beyond hidden ones.
 

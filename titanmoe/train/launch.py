@@ -45,11 +45,7 @@ if TYPE_CHECKING:
     from titanmoe.train.training import Training
 
 
-def resolve(
-    config: Config,
-    world: int,
-    read_record: Callable[[Config], dict[str, Any]] = record_to_resume,
-) -> Config:
+def resolve(config: Config, world: int, read_record: Callable[[Config], dict[str, Any]] = record_to_resume) -> Config:
     """Return the config with derived values filled in: degrees of parallelism, batch sizes, number of steps.
 
     Args:

@@ -197,10 +197,7 @@ class Metrics(Observer):
                 lambda: TensorBoardWriter(self.folder, self.recipe, self._step, self.steps, self.balance_losses),
             )
         if options.wandb:
-            add(
-                "Weights & Biases",
-                lambda: WandbWriter(self.folder, options.wandb, self.values, self.balance_losses),
-            )
+            add("Weights & Biases", lambda: WandbWriter(self.folder, options.wandb, self.values, self.balance_losses))
 
     def _describe_machine(self, step: int) -> None:
         """Write the event "start", or if `step` is not 0 "restart", with the machine, the software and the mapping."""

@@ -236,12 +236,7 @@ class WandbWriter:
 
         self.wandb, self.balance_losses = wandb, balance_losses
         self.run = wandb.init(
-            project=project,
-            name=folder.name,
-            id=_wandb_id(folder),
-            resume="allow",
-            dir=str(folder),
-            config=config,
+            project=project, name=folder.name, id=_wandb_id(folder), resume="allow", dir=str(folder), config=config
         )
         # W&B's own step counter cannot go back, but the step of a resumed run does.
         self.run.define_metric("step")

@@ -216,14 +216,7 @@ class DataRankBatch:
 
 
 def data_rank_batch(
-    batch: Batch | None,
-    meshes: Meshes,
-    *,
-    model: Model,
-    rows: int,
-    multiple: int,
-    offset: int,
-    per_data_rank: bool,
+    batch: Batch | None, meshes: Meshes, *, model: Model, rows: int, multiple: int, offset: int, per_data_rank: bool
 ) -> DataRankBatch:
     """Split a batch into microbatches, and return those of this data rank, padded to full ones, at least one.
 

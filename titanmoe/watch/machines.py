@@ -61,8 +61,7 @@ class Machines:
         number = keys.index(identities[rank][0])
         # Afterwards every rank has opened all files of its machine.
         local = raise_on_all_ranks(
-            dist.group.WORLD,
-            lambda: {r: own_heart if r == rank else Heartbeat(folder / str(r)) for r in ranks[number]},
+            dist.group.WORLD, lambda: {r: own_heart if r == rank else Heartbeat(folder / str(r)) for r in ranks[number]}
         )
         if rank == ranks[number][0]:
             shutil.rmtree(folder, ignore_errors=True)

@@ -12,12 +12,7 @@ from titanmoe.models.families import huggingface as hf
 from titanmoe.models.families.family import Family
 
 SWITCHES = dict(
-    qkv_bias=False,
-    qk_norm="none",
-    tie_embeddings=False,
-    shared_gate=False,
-    score_function="sigmoid",
-    norm_topk=True,
+    qkv_bias=False, qk_norm="none", tie_embeddings=False, shared_gate=False, score_function="sigmoid", norm_topk=True
 )
 
 _YARN = dict(rope_scaling="yarn", rope_factor=40.0, rope_original_len=4096, rope_beta_fast=32.0, rope_beta_slow=1.0)

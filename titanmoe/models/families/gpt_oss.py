@@ -49,12 +49,7 @@ SIZES: dict[str, dict[str, object]] = {
 
 
 _YARN = dict(
-    rope_type="yarn",
-    factor=32.0,
-    beta_fast=32.0,
-    beta_slow=1.0,
-    truncate=False,
-    original_max_position_embeddings=4096,
+    rope_type="yarn", factor=32.0, beta_fast=32.0, beta_slow=1.0, truncate=False, original_max_position_embeddings=4096
 )
 
 WINDOW, FULL = "sliding_attention", "full_attention"

@@ -219,11 +219,7 @@ class Muon(Optimizer):
             part.write(shard, out.to(shard.dtype) * self.scale(matrix))
 
     def _orthogonalize_by_gram(
-        self,
-        weights: list[ShardedWeight],
-        shards: dict[str, Tensor],
-        grams: list[Tensor],
-        eps_norm: Tensor | float,
+        self, weights: list[ShardedWeight], shards: dict[str, Tensor], grams: list[Tensor], eps_norm: Tensor | float
     ) -> None:
         """Orthogonalize and scale in place this rank's rows or columns of matrices that are sharded over ranks.
 
