@@ -55,6 +55,41 @@ RECOMPUTED_PARTS = {
 }
 """The values of activation_checkpoint.mode."""
 
+
+def apply_recomputation(model: Transformer, options: ActivationCheckpoint, in_one_graph: bool = False) -> None:
+    """Make the methods that the recipe recomputes, in every `options.every`-th block, checkpointed regions, in place.
+
+    Must be called after compilation, which wraps methods too. A MoE layer is compiled as one graph only in a mode that
+    saves its routed tokens; then its products are a region inside the graph, and `feed` is none.
+
+    Args:
+        in_one_graph: whether a MoE layer is compiled as one graph.
+    """
+    parts = RECOMPUTED_PARTS[options.mode]
+    for number, block in model.blocks().items():
+        if number % options.every:
+            continue
+        if parts.selected:
+            _recompute_selected(block)
+        if parts.attend:
+            _checkpoint_method(block, "attend")
+        if parts.dense_feed and block.moe is None:
+            _checkpoint_feed(block)
+        if parts.moe_feed and block.moe is not None:
+            _recompute_moe(block, block.moe, parts.dispatch, in_one_graph)
+
+
+def _recompute_moe(block: Block, moe: MoE, dispatches_twice: bool, in_one_graph: bool) -> None:
+    if not dispatches_twice:
+        _checkpoint_products(moe)
+    if in_one_graph:
+        return
+    _checkpoint_feed(block)
+    (_end_at_products if dispatches_twice else _dispatch_once)(moe)
+
+
+# ---- what is a checkpointed region, and where it ends
+
 Remember = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Decorator: the returned function computes, whenever it is called, what the given one would compute now."""
 
@@ -217,35 +252,3 @@ def _recompute_selected(block: Block) -> None:
             _checkpoint_method(module, name, remember)
         if hasattr(module, "use_recomputable"):
             module.use_recomputable = partial(_use_unsaved, remember)
-
-
-def apply_recomputation(model: Transformer, options: ActivationCheckpoint, in_one_graph: bool = False) -> None:
-    """Make the methods that the recipe recomputes, in every `options.every`-th block, checkpointed regions, in place.
-
-    Must be called after compilation, which wraps methods too. A MoE layer is compiled as one graph only in a mode that
-    saves its routed tokens; then its products are a region inside the graph, and `feed` is none.
-
-    Args:
-        in_one_graph: whether a MoE layer is compiled as one graph.
-    """
-    parts = RECOMPUTED_PARTS[options.mode]
-    for number, block in model.blocks().items():
-        if number % options.every:
-            continue
-        if parts.selected:
-            _recompute_selected(block)
-        if parts.attend:
-            _checkpoint_method(block, "attend")
-        if parts.dense_feed and block.moe is None:
-            _checkpoint_feed(block)
-        if parts.moe_feed and block.moe is not None:
-            _recompute_moe(block, block.moe, parts.dispatch, in_one_graph)
-
-
-def _recompute_moe(block: Block, moe: MoE, dispatches_twice: bool, in_one_graph: bool) -> None:
-    if not dispatches_twice:
-        _checkpoint_products(moe)
-    if in_one_graph:
-        return
-    _checkpoint_feed(block)
-    (_end_at_products if dispatches_twice else _dispatch_once)(moe)
