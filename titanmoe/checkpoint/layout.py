@@ -328,8 +328,9 @@ def check_files(folder: Path, files: dict[str, Checksum]) -> dict[str, Checksum]
 def publish(unfinished: Path, target: Path, manifest: Manifest) -> None:
     """Write the manifest of a checkpoint whose other files are on disk, then rename its folder to `target`.
 
-    A kill at any moment leaves either no manifest, or a complete checkpoint that lacks only its name. What `target` was
-    before is removed. Raises a CheckpointError or OSError if that fails.
+    A kill at any moment leaves either no manifest, or a complete checkpoint that lacks only its name, which
+    `clean_up_interrupted` gives it at the next start. What `target` was before is removed. Raises a CheckpointError or
+    OSError if that fails.
     """
     replace_file(unfinished / MANIFEST, manifest.text().encode())
     rename_into_place(unfinished, target)

@@ -15,27 +15,6 @@ from titanmoe.fold.degrees import Fold
 
 View = Literal["attention", "experts"]
 COMBINED_AXES = {"dp": ("dp_replicate", "dp_shard")}
-COMMUNICATOR_AXES: dict[str, tuple[tuple[View, tuple[str, ...]], ...]] = {
-    "blocking": (
-        ("attention", ("tp",)),
-        ("attention", ("cp",)),
-        ("attention", ("dp",)),
-        ("attention", ("cp", "tp")),
-        ("attention", ("dp_shard", "cp", "tp")),
-        ("experts", ("edp", "etp")),
-    ),
-    "dispatch": (("experts", ("ep", "etp")),),
-    "shards": (("attention", ("dp_shard", "cp")), ("experts", ("edp",))),
-    "replicas": (("attention", ("dp_replicate",)), ("experts", ("edp_replicate",))),
-    "stages": (("attention", ("pp",)),),
-}
-"""The axes that the groups of each communicator kind (titanmoe.fold.meshes) may span."""
-OPTIONAL_AXES: tuple[tuple[View, tuple[str, ...]], ...] = (
-    ("experts", ("etp",)),
-    ("attention", ("pp",)),
-    ("attention", ("pp", "tp")),
-)
-"""The axes of blocking groups that only some runs have: with adapters, or with a vocabulary sharded over pp and tp."""
 
 
 def groups(fold: Fold, view: View, axes: str | tuple[str, ...]) -> list[tuple[int, ...]]:
@@ -76,6 +55,29 @@ def group_of(fold: Fold, view: View, axes: str | tuple[str, ...], rank: int) -> 
     spans = _sizes_and_strides(fold, view)
     first = rank - sum(place[name] * spans[name][1] for name in names)
     return tuple(first + member for member in _ranks([spans[name] for name in spans if name in names]))
+
+
+COMMUNICATOR_AXES: dict[str, tuple[tuple[View, tuple[str, ...]], ...]] = {
+    "blocking": (
+        ("attention", ("tp",)),
+        ("attention", ("cp",)),
+        ("attention", ("dp",)),
+        ("attention", ("cp", "tp")),
+        ("attention", ("dp_shard", "cp", "tp")),
+        ("experts", ("edp", "etp")),
+    ),
+    "dispatch": (("experts", ("ep", "etp")),),
+    "shards": (("attention", ("dp_shard", "cp")), ("experts", ("edp",))),
+    "replicas": (("attention", ("dp_replicate",)), ("experts", ("edp_replicate",))),
+    "stages": (("attention", ("pp",)),),
+}
+"""The axes that the groups of each communicator kind (titanmoe.fold.meshes) may span."""
+OPTIONAL_AXES: tuple[tuple[View, tuple[str, ...]], ...] = (
+    ("experts", ("etp",)),
+    ("attention", ("pp",)),
+    ("attention", ("pp", "tp")),
+)
+"""The axes of blocking groups that only some runs have: with adapters, or with a vocabulary sharded over pp and tp."""
 
 
 def axes_of(fold: Fold, kind: str, ranks: tuple[int, ...]) -> str:

@@ -50,7 +50,10 @@ class LayerStatistics:
 
 
 class Statistic(NamedTuple):
-    """A metric of MoE layers that is neither a load nor a balance loss: what is counted, and what is reported of it."""
+    """A metric of MoE layers that is neither a load nor a balance loss: what is counted, and what is reported of it.
+
+    Counts are summed over microbatches and ranks: a mean is two of them, and a maximum cannot be one.
+    """
 
     metric: str
     report: Callable[[LayerStatistics], float]
@@ -58,8 +61,8 @@ class Statistic(NamedTuple):
     counts: tuple[str, ...]
     """The names of the numbers that are counted for it, keys of LayerStatistics.counts."""
     measure: Callable[[RouterOutput], Tensor] | None = None
-    """Counts these numbers in this rank's tokens of a microbatch, in one tensor, one for each of `counts`; these are
-    summed over microbatches and ranks. None if the layer records them, as `MoE.route` does."""
+    """Counts these numbers in this rank's tokens of a microbatch, in one tensor, one for each of `counts`. None
+    if the layer records them, as `MoE.route` does."""
 
 
 def entropy_and_count(scores_TE: Tensor, valid_T: Tensor, normalise: bool, kernels: str = "auto") -> Tensor:

@@ -24,7 +24,7 @@ FIELD = "model.score_function"
 
 
 class ScoreFunction(Spec):
-    """The formulas of a router's score function, and its spec. The values here are the defaults."""
+    """The formulas of a router's score function, and its spec. One needs `help` and `scores`; the rest are defaults."""
 
     kernel_mode = ""
     """The key of titanmoe.ops.kernels.route.SCORE_KERNELS whose kernel computes it; "" if only the plain formulas do.

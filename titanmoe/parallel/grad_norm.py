@@ -19,8 +19,9 @@ from titanmoe.comm.collectives import Group, all_reduce
 def replicas(parameter: nn.Parameter) -> int:
     """Return the number of ranks of the pipeline stage, this rank included, that have the same shard of a parameter.
 
-    FSDP and the plan have put every parameter on a mesh of all ranks of the stage, or of all stages if these share the
-    vocabulary. A plain tensor counts as this rank's alone.
+    Every parameter is on a mesh of all ranks of the stage, or of all stages if these share the vocabulary: by FSDP, by
+    the plan's "stage", or by `replicate_experts`, the experts that FSDP does not shard. A plain tensor counts as this
+    rank's alone.
     """
     if not isinstance(parameter, DTensor):
         return 1

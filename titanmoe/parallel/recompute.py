@@ -80,6 +80,12 @@ def apply_recomputation(model: Transformer, options: ActivationCheckpoint, in_on
 
 
 def _recompute_moe(block: Block, moe: MoE, dispatches_twice: bool, in_one_graph: bool) -> None:
+    """Make regions of a block's `feed` with experts, in place.
+
+    moe, full               `feed` with its dispatch, to the end of the experts' products
+    full_except_dispatch    `feed` without its dispatch, to the products, which are a region of their own
+    the same in one graph   the products alone
+    """
     if not dispatches_twice:
         _checkpoint_products(moe)
     if in_one_graph:

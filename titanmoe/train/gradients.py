@@ -321,8 +321,9 @@ class Gradients:
         """
         divisor = divisor.where(divisor > 0, 1)
 
-        # Sums of losses are divided here alone: before backward, so that gradients are too, those of multi-token
-        # prediction included, and what is reported below. Every reduction is a sum, so nothing is scaled twice.
+        # Sums of losses are divided here alone: before backward, so that gradients are too, and what is reported below.
+        # Every reduction is a sum, so nothing is scaled twice. Multi-token prediction's loss gets this loss's gradient
+        # (`MultiToken.add_loss`); balance losses divide by tokens or samples of the step (titanmoe.moe.balance).
         def microbatch_loss(output_NBS: Tensor, batch_slice: BatchSlice) -> Tensor:
             return objective(output_NBS, batch_slice) / divisor
 

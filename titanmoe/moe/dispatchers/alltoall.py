@@ -47,6 +47,9 @@ class AllToAll(Dispatcher):
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, slots_per_expert: int) -> AllToAllExchange:
         """Start to send routed tokens to their experts' ranks. Collective over the dispatch group.
 
+        In four steps: assign a slot of the send buffer to each choice, fill the slots, learn from the counts how the
+        buffer splits over ranks (in a compiled graph before it is filled), send.
+
         The host waits for counts, unless expert buffers are padded or `dispatch_locally` applies.
 
         Args:
