@@ -406,7 +406,7 @@ TABLE: dict[str, list[tuple[str, str, str, str]]] = {
     ],
     "tests/checkpoint/test_layout.py": [
         (
-            "newest_first.rank",
+            "newest_first",
             "what `latest` names hides a checkpoint that was made after it",
             "(save_number(path), path.name == latest_name, path.name)",
             "(path.name == latest_name, save_number(path), path.name)",

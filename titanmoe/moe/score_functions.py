@@ -107,7 +107,13 @@ class Sigmoid(ScoreFunction):
 
 
 SCORE_FUNCTIONS = ComponentKind(
-    FIELD, {"softmax": Softmax(), "softmax_after_topk": SoftmaxAfterTopK(), "sigmoid": Sigmoid()}, ScoreFunction
+    FIELD,
+    {
+        "softmax": Softmax(),
+        "softmax_after_topk": SoftmaxAfterTopK(),
+        "sigmoid": Sigmoid(),
+    },
+    ScoreFunction,
 )
 
 

@@ -300,7 +300,10 @@ class MuonSpec(AdamWSpec):
 
 OPTIMIZERS = ComponentKind(
     "optimizer.name",
-    {"adamw": AdamWSpec(), "muon": MuonSpec()},
+    {
+        "adamw": AdamWSpec(),
+        "muon": MuonSpec(),
+    },
     OptimizerSpec,
     ("step", "moments", "resume", "device_tensors", "host_tensors"),
 )
