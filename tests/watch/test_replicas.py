@@ -92,16 +92,17 @@ def test_a_flipped_bit_is_found_in_20_of_20_and_its_rank_named(trained: str) -> 
     assert len(ends[0]) == TRIALS
 
 
-def hit(folder: str, changes: dict[str, Any], at: int, name: str) -> dict[str, torch.Tensor] | str:
-    """Returns the final state of a run in which a bit of a weight flips on rank 1 before a step's update."""
+def hit(folder: str, changes: dict[str, Any], at: int, *names: str) -> dict[str, torch.Tensor] | str:
+    """Returns the final state of a run in which a bit of each named weight flips on rank 1 before a step's update."""
     pending = [at]
 
     class Strike(Observer):
         def gradients(self, step: int, work: Any, parameters: dict[str, Any]) -> None:
             if pending == [step] and dist.get_rank() == 1:
                 pending.clear()  # not again after it was restored
-                full = next(n for n in parameters if n.endswith(name))
-                flip(trainer.training.optimizer.local_shards[full].data, 3, 30)
+                for name in names:
+                    full = next(n for n in parameters if n.endswith(name))
+                    flip(trainer.training.optimizer.local_shards[full].data, 3, 30)
 
     changes = RUN | {"job.dump_folder": folder, "training.steps": 6, "checkpoint.interval": 2} | changes
     trainer = parity.make_trainer(changes, checks=checks)
@@ -129,6 +130,14 @@ def test_of_two_both_are_named_with_the_axes_and_the_tensor(name: str, tmp_path:
     assert ends[0] == ends[1]
     assert ends[0].startswith("after step 4 ranks 0, 1 should hold the same and differ, and there is no majority")
     assert text in ends[0] and ends[0].endswith("; they agreed after step 2")
+
+
+def test_a_rank_is_named_although_its_replicas_of_several_kinds_differ(tmp_path: Path) -> None:
+    """Of a weight that tp shards, which other ranks have no replica of, and of a norm that all ranks have."""
+    changes = {"parallelism.dp_replicate": 2, "parallelism.tp": 2, "debug.replicas_every": 2}
+    texts = world.run(4, hit, str(tmp_path), changes, 3, "attention.wq.weight", "attention_norm.weight")
+    assert len(set(texts)) == 1 and "rank 1 differs from 3 ranks that agree" in texts[0]
+    assert ": layers.0.attention_norm.weight" in texts[0] and ": layers.0.attention.wq.weight;" in texts[0]
 
 
 def test_the_last_agreement_is_restored_to_the_last_bit(tmp_path: Path) -> None:

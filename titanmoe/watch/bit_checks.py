@@ -197,15 +197,15 @@ class ReplicaCheck:
         kinds = {difference.kind for difference in differences if rank in difference.group}
         prints_of_ranks = on_all_ranks(
             dist.group.WORLD,
-            lambda: {name: int(fingerprint(x)) for name, x, kind in self.replicated_state() if kind in kinds},
+            lambda: {(kind, name): int(fingerprint(x)) for name, x, kind in self.replicated_state() if kind in kinds},
         )
         lines = []
         for kind, group, ranks in differences:
+            first = prints_of_ranks[group[0]]
             differing_names = {
-                n
-                for n in prints_of_ranks[group[0]]
-                for other in group
-                if prints_of_ranks[other][n] != prints_of_ranks[group[0]][n]
+                name
+                for of_kind, name in first
+                if of_kind == kind and any(prints_of_ranks[other][kind, name] != first[kind, name] for other in group)
             }
             names = sorted(differing_names) or ["the counts of steps, updates or samples"]
             lines.append(f"{_ranks_text(ranks, group)} ({' x '.join(kind.axes)}): {first_few(names)}")
