@@ -103,8 +103,9 @@ def test_a_mapping_that_counts_them_has_ln_2_to_the_bit_too(run: dict[str, Any],
     assert (folded < 0).any() and np.isnan(folded).sum() == 14  # the first token of each completion's document
 
 
-def test_kernels_that_are_loaded_first_change_no_score(run: dict[str, Any]) -> None:
-    pipeline = {"parallelism.pp": 2, "pipeline.schedule": "1F1B"}
+@pytest.mark.parametrize("vocab", ["tensor", "pipeline"])
+def test_kernels_that_are_loaded_first_change_no_score(run: dict[str, Any], vocab: str) -> None:
+    pipeline = {"parallelism.pp": 2, "pipeline.schedule": "1F1B", "parallelism.vocab": vocab}
     note, (loss,) = world.run(2, first_steps, run | pipeline, 1, False, True)[1]
     assert note.endswith(", computed now") and loss == LN2
 

@@ -5,8 +5,7 @@
     pipeline_order               forwards and backwards, as actions of torch             torch, to make the last table
     pipeline_order_with_comms    these, passes, sends, receives, FSDP's gathers          torch's runtime, in each step
 
-Each table is made of the one above; `make_schedule` says where the cells come from. Called once, by
-titanmoe.parallel.pipeline.
+`make_schedule` says what each is made of. Called once, by titanmoe.parallel.pipeline.
 """
 
 from __future__ import annotations

@@ -240,7 +240,8 @@ class VocabularyPasses:
             loss = self.microbatch_loss(own_NBS, batch_slice)
             self.losses.append(loss.detach())
             if self.backward:
-                (grad_NBS,) = torch.autograd.grad(loss, output_NBS)
+                # A loss without a gradient is that of a pass that is forward only, whose kernels are loaded.
+                grad_NBS = torch.autograd.grad(loss, output_NBS)[0] if loss.requires_grad else output_NBS.detach()
                 grads = (grad_NBS * has_label_BS).flatten(1)
                 entropy = [values[1], grads[1]] if len(grads) > 1 else []
                 numbers_KT[: 2 + len(entropy)] = torch.stack([log_total_T, grads[0], *entropy])

@@ -42,7 +42,9 @@ def warm_up(
         x = torch.randn(hidden.shape, generator=generator, dtype=hidden.dtype, device=device).requires_grad_()
     with observe.unheard(), torch.enable_grad():
         y = model(x, batch_slice.tokens, batch_slice.labels_BS, batch_slice.candidates_BSK, next_BsD=x)
-        y, seed = (microbatch_loss(y, batch_slice), None) if isinstance(model.head, Head) else (y, y.detach())
+        seed = y.detach()
+        if isinstance(model.head, Head) and (loss := microbatch_loss(y, batch_slice)).requires_grad:
+            y, seed = loss, None  # losses of passes that are forward only have no gradient
         if y.requires_grad:  # not in a frozen model's first stage, nor in a teacher
             y.backward(seed)
     free_gathered(model)
