@@ -361,7 +361,7 @@ def test_only_folders_of_the_same_kind_are_overwritten_and_only_if_asked(mixtral
     assert capsys.readouterr().err.count("choose another folder, or give --overwrite") == 2
     (tmp_path / "out.removing" / "rest").mkdir(parents=True)  # of a conversion that was killed
     assert convert("--from-hf", mixtral, ours, "--overwrite") == 0 and convert("--to-hf", ours, out, "--overwrite") == 0
-    assert not (tmp_path / "out.removing").exists()
+    assert [path.name for path in tmp_path.glob("out.removing*")] == ["out.removing"]  # perhaps the user's own
     assert not (out / "mark").exists() and not (ours / "mark").exists()
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.tex").write_text("years")

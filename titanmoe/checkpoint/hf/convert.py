@@ -266,6 +266,4 @@ def _on_first_rank(group: Group, work: Callable[[], None]) -> None:
 
 def _publish(complete: Callable[[Path], None], unfinished: Path, out: Path) -> None:
     complete(unfinished)
-    # of a process that was killed as it removed the folder that it had replaced
-    shutil.rmtree(out.with_name(out.name + layout.REMOVING), ignore_errors=True)
     layout.rename_into_place(unfinished, out)
