@@ -13,7 +13,18 @@ from hypothesis import strategies as st
 from tests.data.shard_folders import edit, make, manifest
 from titanmoe.config import ConfigError
 from titanmoe.data.documents import find_documents
-from titanmoe.data.token_shards import BLOCK, DTYPES, FORMAT, MANIFEST, WORK, ShardDocuments, verify
+from titanmoe.data.token_shards import (
+    BLOCK,
+    DTYPES,
+    FORMAT,
+    MANIFEST,
+    WORK,
+    ShardDocuments,
+    StoredTokenizer,
+    digest_file,
+    verify,
+)
+from titanmoe.data.tokenizer import FILE, open_tokenizer
 from titanmoe.data.write_token_shards import ShardWriter, write_json
 
 documents = st.lists(st.integers(0, 999), min_size=1, max_size=5)
@@ -52,6 +63,18 @@ def test_tokens_keep_their_width_and_masks_their_place(tmp_path, dtype, top):
     assert opened.label_mask(1, 6).tolist() == [True, True, False, False, True]
     assert opened.label_mask(1, 6).dtype == bool
     assert len(pickle.dumps(opened)) < 2000  # the maps stay here
+
+
+def test_a_stored_tokenizer_is_the_one_that_made_the_shards(tmp_path, bpe):
+    folder = tmp_path / "shards" / "tokenizer"
+    folder.mkdir(parents=True)
+    (folder / FILE).write_bytes((bpe / FILE).read_bytes())
+    identity = open_tokenizer(str(folder / FILE)).identity
+    stored = StoredTokenizer(identity, folder, {FILE: digest_file(folder / FILE)})
+    assert stored.open("bytes").identity == identity
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "a"}))
+    with pytest.raises(ConfigError, match=r"tokenizer has .*: remove from it what was added later"):
+        stored.open("bytes")
 
 
 def test_the_fingerprint_is_of_the_content(tmp_path):

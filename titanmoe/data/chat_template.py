@@ -72,7 +72,10 @@ class ChatTemplate:
             NotText: a list or object would be written as Python writes it.
             Exception: any error that Jinja raises.
         """
-        worker = self._idle.pop() if self._idle else None
+        try:  # in one operation: several threads may render
+            worker = self._idle.pop()
+        except IndexError:
+            worker = None
         if worker is None or worker.parent != os.getpid():
             worker = self._start_process()
         response = worker.ask(variables, "this conversation")

@@ -136,14 +136,18 @@ class StoredTokenizer(NamedTuple):
         Raises:
             ConfigError: a file is missing or has changed, or the tokenizer cannot be opened or did not make the shards.
         """
+        made = f"{self.folder.parent} was made with the tokenizer {self.identity}"
         if FILE in self.digests:
-            return open_tokenizer(str(self.files()[FILE]))
-        tokenizer = open_tokenizer(otherwise)
-        if tokenizer.identity != self.identity:
-            raise ConfigError(
-                f"{self.folder.parent} was made with the tokenizer {self.identity}, which is not beside its shards,"
-                f" and data.tokenizer = {otherwise!r} is {tokenizer.identity}: set it to the one that made them"
+            tokenizer = open_tokenizer(str(self.files()[FILE]))
+            problem = f"{made}, and {self.folder} has {tokenizer.identity}: remove from it what was added later"
+        else:
+            tokenizer = open_tokenizer(otherwise)
+            problem = (
+                f"{made}, which is not beside its shards, and data.tokenizer = {otherwise!r} is {tokenizer.identity}: "
+                "set it to the one that made them"
             )
+        if tokenizer.identity != self.identity:
+            raise ConfigError(problem)
         return tokenizer
 
 
