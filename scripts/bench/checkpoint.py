@@ -63,7 +63,8 @@ def main() -> None:
     try:
         trainer = Trainer(build_training(config, runtime))
         with trainer.training.checkpoints.in_folder(folder):
-            figures = measure(trainer, args.rounds)
+            pass  # it remains the folder; inside, a signal would only ask training to end after a step
+        figures = measure(trainer, args.rounds)
         if runtime.rank == 0:
             report(figures, args.json)
     finally:

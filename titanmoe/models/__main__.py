@@ -12,7 +12,7 @@ BEGIN, END = "<!-- sizes: written by `python -m titanmoe.models docs/models.md` 
 
 
 def renew(page: str) -> str:
-    """Return the page's text with a new table between BEGIN and END, which are appended where the page lacks them."""
+    """Return the page's text with a new table between BEGIN and END; raise ValueError if it lacks them."""
     lines = [
         "| family | size | parameters | active per token | training GFLOPs per token at seq_len 4096 |",
         "| --- | --- | ---: | ---: | ---: |",

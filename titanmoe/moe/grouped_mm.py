@@ -1,8 +1,8 @@
 """Formulas of the product of each expert's tokens with its own weight, for all experts of a rank, and of its gradients.
 
 Three of each, for the same numbers: by torch's grouped product, by a loop over experts, and by one batched product if
-all experts have the same number of tokens. `titanmoe.moe.expert_products` chooses among them. `count` is the number of
-each expert's tokens (e,); gradients of a weight come from `grad_RD`, that of the product's output, and its input.
+all experts have the same number of tokens. `titanmoe.moe.expert_products` chooses among them. `Groups` has the number
+of each expert's tokens; gradients of a weight come from `grad_RD`, that of the product's output, and its input.
 
 Shapes: R routed tokens sorted by local expert, e local experts, D model, F this rank's hidden width of an expert; H
 weights side by side, N = H * F.

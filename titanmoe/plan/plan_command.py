@@ -225,7 +225,7 @@ def _too_large(config: Config, args: argparse.Namespace, device: Device, nearest
             gpus = 4 * args.ranks
             while gpus <= MOST_GPUS and ((mapping := smallest(config, gpus)) is None or excess(mapping) > 0):
                 gpus *= 2
-            enough = f"{gpus} GPUs are enough" if gpus <= MOST_GPUS else f"nor are {MOST_GPUS:,} GPUs enough"
+            enough = f"{gpus} GPUs are enough" if gpus <= MOST_GPUS else f"nor are {gpus // 2:,} GPUs enough"
             helps += f", which is still too much: {enough}"
     fold, rank = nearest.fold, nearest.memory[nearest.fullest]
     largest = max(rank.components, key=rank.components.__getitem__)

@@ -216,8 +216,9 @@ class Metrics(Observer):
         }
         if step:
             # Machine, software and mapping of the start before this one.
-            earlier = [one["environment"] for one in read_records(self.folder, EVENTS) if "environment" in one]
-            before = earlier[-1] if earlier else {}
+            before: dict[str, Any] = {}
+            for record in read_records(self.folder, EVENTS):
+                before = record.get("environment", before)
             changes = "".join(
                 f"; {name} {before[name]} -> {machine[name]}"
                 for name in ("ranks", "attention", "experts", "device")
@@ -230,7 +231,7 @@ class Metrics(Observer):
     def log(self, step: int, values: dict[str, Any]) -> None:
         """Record a step's metrics, write the events that they cause, and report them if metrics.log_every asks for it.
 
-        The first step of this process, the last one, and those with a "val_loss" or a quiz are reported as well.
+        The first step of this process, the last one, and those with an evaluation are reported as well.
 
         Args:
             values: metrics of the step by name: loss, grad_norm, lr, tokens (over all ranks), flops, and any others. A

@@ -211,7 +211,7 @@ def rewind(folder: Path, step: int) -> None:
             if (file := folder / name).exists():
                 os.rename(file, folder / f"{file.stem}-{n}.jsonl")
     for name in FILES:
-        lines = _read_lines(folder, name)
+        lines = [*_read_lines(folder, name)]
         remaining = [line for line in lines if _is_still_true(line, step)]
         if len(remaining) < len(lines):
             fresh = folder / f"{name}.new"
@@ -219,20 +219,20 @@ def rewind(folder: Path, step: int) -> None:
             os.replace(fresh, folder / name)
 
 
-def read_records(folder: Path, name: str) -> list[dict[str, Any]]:
-    """Return the parsed lines of a run's JSONL file, without those that a kill cut off; [] if there is no such file."""
-    records = []
+def read_records(folder: Path, name: str) -> Iterator[dict[str, Any]]:
+    """Yield the parsed lines of a run's JSONL file, without those that a kill cut off; none if there is no file."""
     for line in _read_lines(folder, name):
-        with contextlib.suppress(ValueError):
-            records.append(json.loads(line))
-    return records
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        yield record
 
 
-def _read_lines(folder: Path, name: str) -> list[str]:
-    if not (folder / name).exists():
-        return []
-    with open(safe_files.open_in(folder, name), encoding="utf-8", errors="replace") as stream:
-        return stream.read().splitlines(keepends=True)
+def _read_lines(folder: Path, name: str) -> Iterator[str]:
+    if (folder / name).exists():
+        with open(safe_files.open_in(folder, name), encoding="utf-8", errors="replace") as stream:
+            yield from stream
 
 
 def _is_still_true(line: str, step: int) -> bool:

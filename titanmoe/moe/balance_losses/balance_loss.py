@@ -1,8 +1,8 @@
 """The interface of balance losses: terms of the objective that depend on what a layer's router does.
 
 A new loss is a subclass of `BalanceLoss` with its own `forward` and its `spec`, and a line in
-`titanmoe/moe/balance_losses/balance_spec.py`; outside the package it needs no line. `z_loss.py` is the shortest;
-`AuxLossGlobal` in `aux_losses.py` has state between microbatches.
+`titanmoe/moe/balance_losses/balance_spec.py`; outside the package it needs no line. In `aux_losses.py` `ZLoss` is the
+shortest, and `AuxLossGlobal` has state between microbatches.
 
 Shapes: B samples of a microbatch, T tokens this rank owns, E experts.
 """
