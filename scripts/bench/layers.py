@@ -89,7 +89,9 @@ TINY_ONLY = {
 
 
 def recipe(name: str, side: str, *, layers: int, batch: int, tiny: bool, overrides: list[str]) -> list[str]:
-    """Return the command line's options that train a model of SHAPES on a side, a key of SIDES.
+    """Return the command line's options that train a model of SHAPES on a side, with synthetic data without end.
+
+    A step has SAMPLES samples.
 
     Args:
         name: the model.

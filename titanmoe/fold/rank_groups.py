@@ -83,8 +83,8 @@ OPTIONAL_AXES: tuple[tuple[View, tuple[str, ...]], ...] = (
 def axes_of(fold: Fold, kind: str, ranks: tuple[int, ...]) -> str:
     """Return the names of the axes that a process group spans, such as "ep x etp".
 
-    Joined by " = " if groups along several axes have these ranks. "ends of the pipeline" if none has; for a dispatch
-    group "within a node" or "across nodes".
+    Joined by " = " if groups along several axes have these ranks; "world" is one of them for a blocking group of all
+    ranks. "ends of the pipeline" if none has; for a dispatch group "within a node" or "across nodes".
 
     Args:
         kind: the group's communicator kind, such as "blocking" or "stages 1" (titanmoe.fold.meshes).

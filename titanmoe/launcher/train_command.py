@@ -271,8 +271,12 @@ def final_config(
 ) -> tuple[Config, CheckedConfig]:
     """Return the config that the ranks will have, and the checked config in the form in which it is passed to them.
 
-    With --print-config, prints the first and exits. Raises MappingMisfit if the mapping does not fit the number of
+    Reads the files that the recipe names, asks the hub for the commits of its data sets, and may tokenize the data.
+    With --print-config, prints the config and exits. Raises MappingMisfit if the mapping does not fit the number of
     ranks, ConfigError with all problems if something else cannot run.
+
+    Returns:
+        The resolved config; and the one to pass, without what `resolve` derives, which each rank derives itself.
 
     Args:
         request: the parsed command line.

@@ -174,6 +174,8 @@ class Transformer(nn.Module):
     ):
         """Build a stage on the current device, which is meta in training. Its parameters have no values yet.
 
+        Ties head and embedding if the model does. A last stage with multi-token prediction has a copy of the embedding.
+
         Args:
             config: the recipe.
             microbatches: number of microbatches in a step.
@@ -219,7 +221,7 @@ class Transformer(nn.Module):
 
         Collective over the groups of its layers. If all stages share the head, the last one returns normed hidden
         states (B, s, D), in training with those of multi-token prediction behind them, (2 B, s, D). Else, in training,
-        multi-token prediction writes its loss to its `loss_M`, and trains by the scores' backward.
+        multi-token prediction writes its loss to its `loss_M`, and trains by the output's backward.
 
         Args:
             x: ids (B, S) if the stage has the embedding, else hidden states (B, s, D) of the stage before, or

@@ -238,7 +238,10 @@ class GeneratorCosts:
         return sorted(plans, key=attrgetter("order"))
 
     def plan(self, parallelism: GenerationParallelism) -> GeneratorPlan:
-        """Return memory and time under a mapping; ConfigError if the model cannot generate under it."""
+        """Return memory, and seconds per training step, copies of weights included, under a mapping.
+
+        Raises ConfigError if the model cannot generate under it; one that does not fit into memory is no error.
+        """
         from titanmoe.checkpoint.relayout import ROUND_BYTES
         from titanmoe.generate.cache import cache_bytes
 
