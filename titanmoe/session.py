@@ -332,10 +332,12 @@ class Session:
     ) -> _CallResult:
         """Run the microbatches of a call, as many at a time as the recipe's step has; return their sums and results.
 
+        The sums are this rank's alone; the results are gathered for this data rank's samples.
+
         Args:
             local: this data rank's microbatches.
             objective: what is computed from the head's output.
-            divisor: count that the loss is divided by, a scalar.
+            divisor: count that the loss is divided by, over all ranks, a scalar.
             log_probs: whether to gather log-probabilities, and inside `_head_options(entropy=True)` entropies.
             routes: whether to gather the experts that routers choose.
             backward: whether to compute gradients, and add them to `.grad`.

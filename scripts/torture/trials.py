@@ -283,8 +283,8 @@ def sample_number(run: Run, microbatch: int) -> int:
 def flip_memory_bit(run: Run) -> None:
     """Flip a bit of a weight or moment that several ranks hold; raise Wrong unless an event names who differs.
 
-    If only two ranks hold it, both must be named. The run must return to its last checkpoint by itself and end; sets
-    its options debug.replicas_every and debug.on_difference.
+    If only two ranks hold it, both must be named. Starts the run with debug.replicas_every and debug.on_difference, and
+    checks also that it returns to its last checkpoint by itself and ends.
     """
     every, at = 2, run.rng.randint(INTERVAL + 1, STEPS - INTERVAL)
     names = {"router.weight": [4, 16]}  # held by all ranks of a stage

@@ -107,7 +107,11 @@ class Scorer:
         return [by_number[number] for number in range(len(sequences))]
 
     def _forward(self, sequences: list[ScoredSequence]) -> list[Score]:
-        """Score a data rank's sequences, of which there may be none, in one forward. Collective over the world."""
+        """Score a data rank's sequences, of which there may be none, in one forward. Collective over the world.
+
+        The scores are of the labels in the last `length` positions, on every rank of the data rank. Clears what the
+        generator has cached.
+        """
         texts, head = self.generator.cached_texts, self.head
         truncated = [ids[-self.length - 1 :] for ids, _ in sequences]
         counts = [min(labels, len(ids) - 1) for ids, (_, labels) in zip(truncated, sequences, strict=True)]

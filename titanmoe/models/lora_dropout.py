@@ -45,7 +45,7 @@ class CurrentTokens:
         return run
 
     def remember(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a function: whenever it runs later, as in a recomputation, `indices` are again what they are now."""
+        """Wrap a function: while it runs later, as in a recomputation, `indices` are again what they are now."""
         indices = self.indices
         return lambda *args: self._run(indices, function, *args)
 

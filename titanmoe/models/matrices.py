@@ -41,6 +41,9 @@ class Matrix(NamedTuple):
 def matrices_of(shape: Shape, rows: MatrixRows, by_head: bool) -> list[Matrix]:
     """Return the matrices that a parameter consists of: in order of experts, or of `rows.per_head` and then heads.
 
+    A stack of experts has one per expert, and `rows` is not read. Without `by_head` the rows that all heads have for
+    one entry of `rows.per_head` are one matrix, of a span of rows per head.
+
     Args:
         shape: full shape of the parameter: (rows, columns), or (experts, rows, columns).
         rows: how the parameter's rows are divided into matrices.

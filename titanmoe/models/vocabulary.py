@@ -225,7 +225,10 @@ class Head(Vocabulary):
 
     @property
     def num_values(self) -> int:
-        """Number of values that the head returns for each label: N of the HeadOutput (N, B, S)."""
+        """Number of values that the head returns for each label: N of the HeadOutput (N, B, S).
+
+        K candidates add K + 1: all other ids count together. In teacher mode it is 2 K + 1.
+        """
         if self.top_k:
             return 2 * self.top_k + 1
         return 1 + self.with_entropy + (self.candidates + 1 if self.candidates else 0)

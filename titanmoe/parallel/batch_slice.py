@@ -87,13 +87,15 @@ def take_slice(
     with_mtp: bool = False,
     with_index: bool = False,
 ) -> BatchSlice:
-    """Return this rank's slice of a microbatch, on its device. No communication.
+    """Return this rank's slice of a microbatch, on its device: ids and labels cut over cp, metadata over cp and tp.
+
+    No communication.
 
     The batch's field "routes" becomes `tokens.given_TNK`; the mask stays that of the full samples.
 
     Args:
         batch: the full samples of this data rank in one microbatch.
-        microbatch: index of the microbatch in the step.
+        microbatch: index of the microbatch in the step, a field of `tokens` by which layers count.
         with_mtp: whether `tokens` has the ids and labels that multi-token prediction reads (next_BS, later_BS).
         with_index: whether `tokens` has the indices of the attention slice's tokens, which dropout of adapters reads.
     """

@@ -239,8 +239,8 @@ def _generators(
 def _fitting(mapping: PricedMapping, generators: Iterable[GeneratorPlan | None], usable: float) -> PricedMapping | None:
     """Return the mapping beside the first of the generators with which it fits; None if it fits with none.
 
-    Its `memory` must be that of training alone; that of the result counts the generator. A generator of None takes
-    nothing. `usable` is the bytes of a device.
+    Its `memory` must be that of training alone; that of the result is of the fullest moment: training, copying weights
+    to the generator, or generating. A generator of None takes nothing. `usable` is the bytes of a device.
     """
     both = map(mapping.beside, generators)
     return next((mapping for mapping in both if mapping.peak <= usable), None)

@@ -277,7 +277,7 @@ def repeat_pass(gradients: Gradients, work: StepWork, local_sums: PassSums) -> t
 
 
 def describe_differences(differences: list[list[str]]) -> str:
-    """Return a text that names the ranks on which two passes differ, and the first difference; "" if none differs.
+    """Return a text on the ranks on which two passes differ: those with the earliest difference; "" if none differs.
 
     `differences` has for each rank the names of the fingerprints that differ, in the order of `pass_fingerprints`.
     """

@@ -191,7 +191,8 @@ class MixerSpec(Spec, ABC):
     def saved_bytes(self, model: Model, batch: LocalBatch, selective: bool) -> int:
         """Return the bytes that one rank's mixer saves for backward of one microbatch, without the block's input.
 
-        For the planner. `selective` is whether activation_checkpoint.mode is "selective".
+        For the planner, which adds the normed input itself (`input_positions`). `selective` is whether
+        activation_checkpoint.mode is "selective".
         """
 
     def input_positions(self, model: Model, batch: LocalBatch) -> int:

@@ -172,7 +172,8 @@ class AllToAllExchange(NamedTuple):
         """Wait for the routed tokens of this rank's experts, and return them sorted by expert. Called once.
 
         Returns:
-            The routed tokens (R, D), their routing weights (R, 1) and the number of each expert's (e,).
+            The routed tokens (R, D), their routing weights (R, 1) and the number of each expert's (e,). In padded
+                expert buffers empty slots count too.
         """
         x_RD = finish_all_to_all(self.x_RD)
         if self.weights_R1 is None:

@@ -186,7 +186,7 @@ class Dispatcher:
             weights_TK: the routing weights of each token's chosen experts.
             chosen_TK: the numbers of each token's chosen experts; E for no expert.
             slots_per_expert: if expert buffers are padded to a static size, the number of slots of an expert for each
-                sending rank; else 0.
+                sending rank, which no choice exceeds (`Capacity` has dropped these); else 0.
         """
         raise NotImplementedError
 
