@@ -130,8 +130,9 @@ def compile_kernels(recipe: Path, *overrides: str) -> list[Kernel]:
 
     with compile_launches() as compiled, mock.patch.object(FakeRecorder, "compute", compute):
         rehearse(config, ranks, 0, "h100")
-        narrow = config.training.mixed_precision_param == "bfloat16"
-        others = replace(config.moe, force_balance=True, expert_dtype="fp8" if narrow else "compute")
+        # 8-bit experts multiply bfloat16, and take no adapters.
+        eight_bits = config.training.mixed_precision_param == "bfloat16" and not config.lora.rank
+        others = replace(config.moe, force_balance=True, expert_dtype="fp8" if eight_bits else "compute")
         others = replace(others, accumulate_weight_gradients=True, kernels="triton")
         rehearse(replace(config, moe=others), ranks, 0, "h100")
         place_N = torch.empty(64, dtype=torch.int64, device="meta")

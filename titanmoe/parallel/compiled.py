@@ -86,7 +86,9 @@ def compile_model(model: Transformer, config: Config, splits: bool) -> None:
     if model.mtp is not None and model.shape.mtp_after_norm:
         # This head's forward computes a block too, whose parts are graphs of their own.
         if isinstance(model.head, Head):
-            model.head.scores = torch.compile(model.head.scores, backend=options.backend, dynamic=False)
+            model.head.loss_and_entropy = torch.compile(
+                model.head.loss_and_entropy, backend=options.backend, dynamic=False
+            )
         parts = []
     for block in model.blocks().values():
         parts += [block.attention, block.ffn]
