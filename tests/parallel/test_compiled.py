@@ -297,6 +297,17 @@ def test_few_graphs_are_called_in_a_block() -> None:
     }  # calls of moe are of its experts
 
 
+def test_the_loss_is_compiled_where_the_head_calls_a_block() -> None:
+    """Multi-token prediction after the norm runs in the head's forward, so its loss alone is a graph."""
+    shape = replace(Model(**preset("deepseek_v3", "debug")), num_layers=2, mtp_depth=1, mtp_after_norm=True)
+    config = Config(model=shape, compile=Compile(enable=True))
+    with torch.device("meta"):
+        model = Transformer(config, 1, torch.bfloat16)
+    plain = model.head.loss_and_entropy
+    compile_model(model, config, False)
+    assert model.head.loss_and_entropy != plain and "forward" not in vars(model.head)
+
+
 def test_documents_leave_the_graph_and_windows_do_not() -> None:
     """The blocks that are computed depend on the documents of a batch: no graph for each, and none again."""
     changes = {"model.sliding_window": 3, "model.full_attention_every": 0, "training.seq_len": 26}

@@ -105,7 +105,7 @@ def test_rates_cover_the_time_since_the_last_line_and_the_first_step_stands_apar
 
 
 def test_an_evaluation_without_a_loss_is_reported_too(config, clock):
-    """As those of reinforcement learning and of prompts are."""
+    """Evaluations of reinforcement learning and completions of prompts have no "val_loss"."""
     config.metrics.log_every, config.training.steps = 10, 20
     run = make(config)
     for step, seconds in enumerate([{}, {"val_s": 3.0, "val_reward": 0.5}, {"samples_s": 4.0}, {}], 1):

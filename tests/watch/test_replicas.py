@@ -133,7 +133,7 @@ def test_of_two_both_are_named_with_the_axes_and_the_tensor(name: str, tmp_path:
 
 
 def test_a_rank_is_named_although_its_replicas_of_several_kinds_differ(tmp_path: Path) -> None:
-    """Of a weight that tp shards, which other ranks have no replica of, and of a norm that all ranks have."""
+    """Two tensors differ on rank 1: a weight that tp shards, with one replica, and a norm that all ranks hold."""
     changes = {"parallelism.dp_replicate": 2, "parallelism.tp": 2, "debug.replicas_every": 2}
     texts = world.run(4, hit, str(tmp_path), changes, 3, "attention.wq.weight", "attention_norm.weight")
     assert len(set(texts)) == 1 and "rank 1 differs from 3 ranks that agree" in texts[0]
