@@ -23,7 +23,7 @@ from torch import Tensor
 from titanmoe.checkpoint.move_in_blocks import Sizes, block_slices
 from titanmoe.checkpoint.state import Targets
 from titanmoe.checkpoint.write_tensors import TensorShard
-from titanmoe.comm.collectives import Group, launch_all_to_all, wait
+from titanmoe.comm.collectives import Group, gather_objects, launch_all_to_all, wait
 from titanmoe.config.load import ConfigError
 
 ROUND_BYTES = 256 << 20
@@ -77,11 +77,7 @@ def gather_places(sets: Sequence[LocalTensors], group: Group) -> list[dict[str, 
         ConfigError: on all ranks, if ranks have the same tensor in different dtypes or shapes.
     """
     packed = [pack(tensors.layout) for tensors in sets]
-    of_ranks = [packed]
-    if group.size > 1:
-        of_ranks *= group.size
-        dist.all_gather_object(of_ranks, packed, group.process_group)
-    return [merge_layouts(of_rank) for of_rank in zip(*of_ranks, strict=True)]
+    return [merge_layouts(of_rank) for of_rank in zip(*gather_objects(packed, group), strict=True)]
 
 
 def pack(layout: Layout) -> bytes:

@@ -14,7 +14,7 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from titanmoe import observe
 from titanmoe.comm.recomputation import cached, in_checkpointed_region
 
 _ops = torch.ops._c10d_functional
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -126,9 +127,15 @@ def first_text(text: str) -> str:
 
     Collective over the world.
     """
-    texts = [""] * dist.get_world_size()
-    dist.all_gather_object(texts, text)
-    return next(filter(None, texts), "")
+    return next(filter(None, gather_objects(text, Group.of(dist.group.WORLD))), "")
+
+
+def gather_objects(value: T, group: Group) -> list[T]:
+    """Return the objects of all ranks, which are pickled, in the group's order. Collective over the group."""
+    values = [value] * group.size
+    if group.size > 1:
+        dist.all_gather_object(values, value, group.process_group)
+    return values
 
 
 def all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:

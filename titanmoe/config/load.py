@@ -25,6 +25,7 @@ from titanmoe.config.fields import Field, build, fields, flatten, help_page, own
 from titanmoe.config.model_file import ModelFile, changed_paths
 from titanmoe.config.recipe import Recipe, RecipeError, find_recipe, read_recipe
 from titanmoe.config.schema import OWN, Config
+from titanmoe.this_process import is_rank_0
 
 _UNLISTED = re.compile(r"and (\d[\d,]*) more ")
 """Beginning of a last problem that stands for those that are not listed."""
@@ -71,7 +72,7 @@ def exit_with(problems: Sequence[str], source: str = "") -> NoReturn:
     Args:
         source: where they are, such as the recipe's file; "" if they say so themselves.
     """
-    if _first_rank():
+    if is_rank_0():
         print(format_problems(problems, source), file=sys.stderr, flush=True)
     else:
         # torchrun ends all ranks once one has ended, and rank 0 may not have printed yet. So wait until rank 0 has
@@ -410,12 +411,8 @@ def _mention_fallbacks(problem: str, refused: set[str], values: dict[str, Any]) 
     return f"{problem} (taking {values_text}, because what was given is refused above)"
 
 
-def _first_rank() -> bool:
-    return os.environ.get("RANK", "") in ("", "0")
-
-
 def _print_and_exit(text: str) -> NoReturn:
-    if _first_rank():
+    if is_rank_0():
         try:
             print(text, end="", flush=True)
         except BrokenPipeError:  # as in `train.py --help | head`: leave Python nothing to flush at its end

@@ -7,7 +7,6 @@ rank that locks it tokenizes, the others that share it wait.
 from __future__ import annotations
 
 import glob
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +20,9 @@ from titanmoe.data.remote import is_url
 from titanmoe.data.token_scores import TopK, open_teacher_log_probs
 from titanmoe.data.token_shards import MANIFEST, ShardDocuments, is_shards, read_manifest
 from titanmoe.data.tokenize import ShardPlan, is_unfinished, plan_shards, tokenize
-from titanmoe.data.tokenize_command import count_cores, describe_layout, summarize
+from titanmoe.data.tokenize_command import describe_layout, summarize
 from titanmoe.data.tokenize_unit import TokenizeJob
+from titanmoe.this_process import is_rank_0, usable_cores
 
 
 def open_documents(config: Config, entry: str, field: str = "") -> ShardDocuments:
@@ -133,8 +133,8 @@ def _tokenize_into_cache(config: Config, entry: str, name: str, field: str) -> P
         ) from None
     new = not is_shards(out)
     # The ranks of a node start together, and one of them does the work.
-    manifest = tokenize(replace(plan, job=replace(plan.job, out=str(out))), count_cores(), wait=True, log=log)
-    if os.environ.get("RANK", "0") == "0":
+    manifest = tokenize(replace(plan, job=replace(plan.job, out=str(out))), usable_cores(), wait=True, log=log)
+    if is_rank_0():
         for line in summarize(str(out), manifest) if new else filter(None, [describe_layout(manifest)]):
             log(line)
     return out

@@ -6,7 +6,6 @@ Called by titanmoe.cli. titanmoe.data.tokenize does the work; runs that tokenize
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from typing import Any
 
@@ -15,6 +14,7 @@ from titanmoe.config.load import ConfigError, format_problems
 from titanmoe.data.chat_layouts import DESCRIPTIONS
 from titanmoe.data.formats import format_option
 from titanmoe.data.formats.format import FormatSpec, completions_in_manifest
+from titanmoe.this_process import usable_cores
 
 EPILOG = """\
 If the command is killed, giving it again resumes from the last finished shard and ends with the same bytes. What is in
@@ -52,7 +52,7 @@ def add_tokenize(commands: argparse._SubParsersAction) -> None:
         "--label-weights", action="store_true", help="store how much each label counts, as each message's weight says"
     )
     parser.add_argument(
-        "--workers", type=int, metavar="N", default=count_cores(), help="processes (default: one per core)"
+        "--workers", type=int, metavar="N", default=usable_cores(), help="processes (default: one per core)"
     )
     parser.add_argument(
         "--shard-tokens",
@@ -74,11 +74,6 @@ def add_format(parser: argparse.ArgumentParser, formats: ComponentKind[FormatSpe
     """Add the option --format to a command: a name of these formats or MODULE:NAME, "auto" by default; not checked."""
     names = ",".join([*formats.table, "MODULE:NAME"])
     parser.add_argument("--format", metavar=f"{{{names}}}", default="auto", help=formats.summary())
-
-
-def count_cores() -> int:
-    """Return the number of CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def run_tokenize(args: argparse.Namespace) -> int:

@@ -32,7 +32,7 @@ from titanmoe.models.transformer import Transformer
 from titanmoe.parallel.choose_attention import apply_context_parallel
 from titanmoe.parallel.expert import apply_expert_parallel
 from titanmoe.parallel.parallel_plan import make_plan, parallelize
-from titanmoe.train.launch_messages import is_rank_0
+from titanmoe.this_process import is_rank_0
 from titanmoe.train.runtime import Runtime
 
 

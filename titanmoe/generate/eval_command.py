@@ -16,7 +16,8 @@ from titanmoe.checkpoint import layout, safe_files
 from titanmoe.config.allowed_code import add_allow_code
 from titanmoe.config.load import ConfigError
 from titanmoe.generate.generate_command import DEGREES, add_placement, check_vocab_size
-from titanmoe.train.launch_messages import exit_code_of, is_rank_0
+from titanmoe.this_process import is_rank_0
+from titanmoe.train.launch_messages import exit_code_of
 
 EPILOG = """\
 Under torchrun (torchrun --no-python --nproc-per-node 4 titanmoe eval ...) --tp, --ep and --etp split the model, and

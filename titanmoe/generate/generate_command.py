@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 from titanmoe.config.allowed_code import add_allow_code
 from titanmoe.config.load import ConfigError
 from titanmoe.generate.prompts import continuation, with_begin
-from titanmoe.train.launch_messages import exit_code_of, is_rank_0
+from titanmoe.this_process import is_rank_0
+from titanmoe.train.launch_messages import exit_code_of
 
 if TYPE_CHECKING:
     from titanmoe.data.chat import ChatEncoder

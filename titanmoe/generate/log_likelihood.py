@@ -13,11 +13,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanmoe.comm.collectives import all_gather, all_gather_autograd, to_local
+from titanmoe.comm.collectives import all_gather, all_gather_autograd, gather_objects, to_local
 from titanmoe.data.quiz import ScoredSequence
 from titanmoe.generate.cached_texts import CachedTexts
 from titanmoe.generate.loop import Generator
@@ -99,10 +98,7 @@ class Scorer:
                 scored |= zip(local, self._forward([sequences[i] for i in local]), strict=True)
         finally:
             model.head = self.last_head
-        of_ranks = [scored]
-        if meshes.world.size > 1:
-            of_ranks *= meshes.world.size
-            dist.all_gather_object(of_ranks, scored)
+        of_ranks = gather_objects(scored, meshes.world)
         by_number = {number: score for of_rank in of_ranks for number, score in of_rank.items()}
         return [by_number[number] for number in range(len(sequences))]
 

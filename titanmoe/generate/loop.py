@@ -16,11 +16,10 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from titanmoe.comm.collectives import all_gather, all_reduce
+from titanmoe.comm.collectives import all_gather, all_reduce, gather_objects
 from titanmoe.config import ConfigError
 from titanmoe.config.blocks import moe_layers
 from titanmoe.fold.meshes import Meshes
@@ -241,8 +240,7 @@ class Generator:
         local = ended if tp.rank == 0 else []  # the ranks of a tp group have generated the same tokens
         routes = [route_nNK for text in local for route_nNK in text.routes]
         message = [(replace(text, routes=[]), sum(map(len, text.routes))) for text in local]
-        of_ranks: list[list[tuple[Generated, int]]] = [[] for _ in range(world.size)]
-        dist.all_gather_object(of_ranks, message)
+        of_ranks = gather_objects(message, world)
         counts = [sum(count for _, count in of_rank) for of_rank in of_ranks]
         if not (most := max(counts)):
             return [text for of_rank in of_ranks for text, _ in of_rank]

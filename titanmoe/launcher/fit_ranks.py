@@ -5,7 +5,6 @@ Called by `titanmoe train` and `titanmoe finetune`. The nearest mapping changes 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,6 +12,7 @@ from titanmoe.config.fields import with_values
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import DEGREE_PATHS
 from titanmoe.fold.legal_mappings import changes, nearest
+from titanmoe.this_process import usable_cores
 from titanmoe.train import host_resources
 
 MOST_PER_CORE = 4
@@ -48,7 +48,7 @@ def this_machine(device: str) -> Machine:
     """Return the GPUs, CPU cores and memory that this machine has for a run on training.device = `device`."""
     import torch
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     gpus = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
     if not gpus:
         return Machine(0, cores, host_resources.memory_limit())

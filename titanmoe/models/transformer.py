@@ -242,7 +242,7 @@ class Transformer(nn.Module):
             observe.active.layer(int(number))
             x = block(x, rope, tokens)
             if x.requires_grad and observe.active is not observe.NOBODY:
-                x.register_hook(lambda grad, layer=int(number): observe.active.layer(layer))
+                x.register_hook(partial(_note_backward, int(number)))
         if self.head is None:
             return x
         if not with_mtp:
@@ -271,3 +271,8 @@ class Transformer(nn.Module):
         With that of multi-token prediction on the last stage, whose number is model.num_layers.
         """
         return {i: block.moe for i, block in self.blocks().items() if block.moe is not None}
+
+
+def _note_backward(number: int, _: Tensor) -> None:
+    """Note that the backward pass has reached the end of the block with this number. A hook of its output."""
+    observe.active.layer(number)

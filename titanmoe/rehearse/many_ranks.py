@@ -7,7 +7,6 @@ others are taken to be like the first rank of their stage.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
@@ -21,6 +20,7 @@ from titanmoe.rehearse.assumed_routing import AssumedRouting, IntegerMessages
 from titanmoe.rehearse.message_order import Verdict, check_order
 from titanmoe.rehearse.rank_program import Communicator, Program
 from titanmoe.rehearse.rehearsal import Rehearsal, rehearse
+from titanmoe.this_process import usable_cores
 
 SMALL = 8
 """The most ranks of a world whose ranks are all rehearsed."""
@@ -70,7 +70,7 @@ def rehearse_ranks(
         ranks = range(world) if world <= SMALL else corners(derive(world, config.parallelism))
     ranks = list(ranks)
     rehearse_rank = partial(rehearse, config, world, name=hardware, routing=routing, node=node, steps=steps)
-    processes = min(os.cpu_count() or 1, len(ranks) // MIN_RANKS_PER_PROCESS)
+    processes = min(usable_cores(), len(ranks) // MIN_RANKS_PER_PROCESS)
     if processes < 2:
         yield from map(rehearse_rank, ranks)
         return

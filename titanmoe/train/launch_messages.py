@@ -28,13 +28,9 @@ from titanmoe.config.component_kinds import Components
 from titanmoe.config.fields import build, flatten
 from titanmoe.config.load import format_problems
 from titanmoe.config.schema import Config
+from titanmoe.this_process import is_rank_0
 
 ERASE = "\r\x1b[K"
-
-
-def is_rank_0() -> bool:
-    """Return whether this process is rank 0 or no rank, also before it has joined the others."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 def exit_code_of(run: Callable[[], int]) -> int:

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 from titanmoe.ops.cpu import process
+from titanmoe.this_process import is_rank_0
 
 if TYPE_CHECKING:
     import torch
@@ -354,7 +355,7 @@ def _print_error_and_exit(kind: type[BaseException], error: BaseException, trace
 
 def print_rank_0(*parts: object) -> None:
     """Print like `print`, but only in the process whose variable RANK is 0 or not set; ignore an OSError."""
-    if os.environ.get("RANK", "0") == "0":
+    if is_rank_0():
         with contextlib.suppress(OSError):  # a console that fails must not end the run
             print(*parts, flush=True)
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from titanmoe.config.allowed_code import add_allow_code
 from titanmoe.config.load import ConfigError, format_problems
 from titanmoe.files import format_bytes
+from titanmoe.this_process import is_rank_0
 
 if TYPE_CHECKING:
     import torch
@@ -97,7 +98,7 @@ def add_convert(commands: argparse._SubParsersAction) -> None:
 def run_convert(args: argparse.Namespace) -> int:
     from titanmoe.checkpoint.safe_files import CheckpointError
 
-    first = os.environ.get("RANK", "0") == "0"
+    first = is_rank_0()
     group = None
     try:
         _check_options(args)

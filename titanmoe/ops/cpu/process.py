@@ -9,6 +9,8 @@ import ctypes
 import os
 import sys
 
+from titanmoe.this_process import usable_cores
+
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
 
 
@@ -28,8 +30,7 @@ def limit_threads(local_world: int) -> None:
     if local_world > 1 and "OMP_NUM_THREADS" not in os.environ:
         import torch
 
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        torch.set_num_threads(max(1, cores // local_world))
+        torch.set_num_threads(max(1, usable_cores() // local_world))
 
 
 def use_batch_scheduling() -> None:
