@@ -227,7 +227,7 @@ def _pairs(
     """Return the blocks of `Mask.pairs`, by sample, query and key. All arguments are hashed, as the cache's key.
 
     Args:
-        host: the mask in host memory; None for all samples under a causal mask.
+        host: the mask in host memory; None for all samples without documents, under a causal mask and the window.
         window: number of positions that a query sees; 0 for all.
         chunk: number of positions of a chunk.
         chunks: number of chunks of the sequence.

@@ -121,7 +121,7 @@ def split_spans(source: InputFile, size: int) -> Iterator[Span]:
 
 
 def read_records(reader: RecordReader) -> Iterator[Record | BadRecord]:
-    """Yield the records of the reader's span by its format, and a `BadRecord` for each malformed one.
+    """Yield the records of the reader's span by its format, and a `BadRecord` for each malformed one or an empty file.
 
     Raises:
         ConfigError: the file cannot be read, or a document is longer than the reader's limit.

@@ -60,7 +60,7 @@ class RankFailure:
 
     @property
     def has_own_cause(self) -> bool:
-        """Whether the rank failed for a reason of its own, not because of another rank or a stop of the run."""
+        """Whether the rank left a note on a failure of its own; False without a note, whatever its exit code."""
         return bool(self.note()) and not self.is_consequence
 
 

@@ -83,8 +83,8 @@ class BlockCosts(AttentionCosts):
 
         Args:
             left: routed tokens of the rank's own tokens, before dispatch.
-            arrived: routed tokens of the rank's experts, which count without an all-to-all too.
-            exchanged: whether there is an all-to-all, after which they are also regrouped by expert, and back.
+            arrived: routed tokens of the rank's experts, permuted as `left` are, with or without an all-to-all.
+            exchanged: whether there is an all-to-all, after which `arrived` are also regrouped by expert, and back.
             direction: 0 forward, 1 backward.
         """
         regrouped = 2 * arrived * self.stack.regroup[direction] * exchanged

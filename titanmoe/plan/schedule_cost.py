@@ -107,7 +107,8 @@ def shared_idle(schedule: str, pp: int, stages_per_rank: int, microbatches: int,
 def _equivalent_microbatches(schedule: str, pp: int, microbatches: int) -> int:
     """Return a number of microbatches, at most the given one, with the same idle time and as many in flight at once.
 
-    A table of fewer microbatches is faster to make.
+    A table of fewer microbatches is faster to make. Without a V shape, a number that pp does not divide is returned as
+    it is. Not for the load of schedules of FORWARDS_FIRST, which have all microbatches in flight.
     """
     if SCHEDULES[schedule].v_shape:
         return min(microbatches, ROUNDS * pp + 1)

@@ -170,7 +170,7 @@ class Sizes:
     """Weight units of a model on a rank of a mapping."""
 
     def __init__(self, model: Model, fold: Fold, tuning: Tuning = EVERYTHING, vocabulary: int = 0):
-        """Keep the degrees.
+        """Make the units `embedding`, `head` and `experts`, the last as if everything were trained.
 
         Args:
             fold: degrees, of which tp, ep, etp and edp matter.

@@ -58,13 +58,13 @@ class WeightCopies:
     def moved_unsharded(self, unit: WeightUnit, replicas: int) -> tuple[int, int]:
         """Return the bytes read and written for experts outside FSDP, as (for each microbatch, for each step).
 
-        Weights are cast once a step, and each microbatch's gradients are added to their sum. If products do that
-        (titanmoe/ops/kernels/add_gradient.py), they read and write the sum, where they would write a gradient, which is
-        in the products' price.
+        A step casts the weights, and at its end the sum of the gradients to the stored dtype. A microbatch adds its
+        gradients to the sum. If products do that (titanmoe/ops/kernels/add_gradient.py), they still read and write the
+        sum but write no gradient: that write is in their own price, and subtracted here.
 
         Args:
             unit: the experts of a block.
-            replicas: ranks of edp_replicate.
+            replicas: ranks of edp_replicate; above 1 the sum has at least the dtype of its reduction.
         """
         summed = self.reduced if self.pipelined else self.stored
         summed = max(summed, self.reduced) if replicas > 1 else summed

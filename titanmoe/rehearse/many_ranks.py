@@ -155,6 +155,7 @@ def _group_mismatches(exchange: IntegerMessages, ranks: tuple[int, ...], microba
     At most one message is yielded: of the first mismatch.
 
     Args:
+        exchange: computes the split sizes of any rank, rehearsed or not.
         ranks: all ranks of the group, as ranks in the world.
         layer: index of the block.
     """

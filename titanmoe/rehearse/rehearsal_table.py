@@ -204,7 +204,7 @@ def sent_bytes(rehearsal: Rehearsal) -> tuple[int, int]:
 
 
 def memory_as_json(memory: Memory) -> dict[str, Any]:
-    """Return the memory of a step as a JSON object: bytes at the peak and at the start, and where the peak is.
+    """Return a step's memory as a JSON object: bytes at its start and peak, and the line of code that reaches the peak.
 
     "components" are the bytes at the peak by component, "at_peak" the storages by component and line of code.
     """

@@ -234,7 +234,7 @@ def _quizzes(runs: list[Run]) -> Iterator[str]:
 
 
 def _samples(runs: list[Run]) -> Iterator[str]:
-    """Yield HTML with the completions of the prompts of [validation.samples], step by step."""
+    """Yield an HTML table for each run with [validation.samples]: completions of its first and last steps."""
     for run in runs:
         samples = [event for event in run.events if event["kind"] == "samples"]
         if not samples:

@@ -97,9 +97,10 @@ class Rollout:
 def advantages_and_weights(rollouts: Sequence[Rollout], options: RL, longest: int) -> tuple[list[float], list[float]]:
     """Return the advantage of each completion, and the weight in the loss of each token of it that the model chose.
 
-    Both lists have a number per completion, in the order of the completions. Completions without a reward have
-    advantage and weight 0 and take no part in the mean of their prompt. Completions that were cut take part: their
-    reward is lowered by rl.cut_penalty, and their weight is 0 if rl.cut is "mask".
+    Both lists have a number per completion, in the order of the completions. Weights are those of a mean over the step
+    by rl.normalisation, already divided: 1 / all tokens with "token". Completions without a reward have advantage and
+    weight 0 and take no part in the mean of their prompt. Completions that were cut take part: their reward is lowered
+    by rl.cut_penalty, and their weight is 0 if rl.cut is "mask".
 
     Args:
         rollouts: all completions of a step.

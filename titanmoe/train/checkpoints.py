@@ -196,7 +196,8 @@ class Checkpoints:
             name: a folder, OWNER/MODEL[@REVISION] on the hub, or a URL.
 
         Raises:
-            ConfigError: on all ranks, if it cannot be fetched or its files differ between ranks.
+            ConfigError: on all ranks, if it cannot be fetched, or its revision, config.json or tensor index differs
+                between ranks. Weights are not compared.
         """
         from titanmoe.checkpoint.hf.fetch import fingerprint, weights_folder
 

@@ -154,7 +154,7 @@ class Guard:
     # ---- going back
 
     def run_with_restores(self, train: Callable[[], int]) -> int:
-        """Call `train`, and again after each Restore error, at most RESTORES times; return what it returns.
+        """Call `train`, and again after each of the first RESTORES Restore errors; return what it returns.
 
         Gradients are dropped and gathered weights freed in between. The Restore error of the last try is raised.
 

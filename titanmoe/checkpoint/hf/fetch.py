@@ -120,7 +120,7 @@ def fetch_first_weights(config: Config, say: Callable[[str], None]) -> None:
 
 
 def is_remote(name: str) -> bool:
-    """Return whether a model's name is a URL, or a name on the hub and not an existing path on this machine."""
+    """Return whether a model's name is a URL of any scheme, or a name on the hub and not an existing path here."""
     return is_url(name) or _hub_name(name) is not None
 
 

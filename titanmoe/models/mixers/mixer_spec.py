@@ -138,11 +138,11 @@ class MixerSpec(Spec, ABC):
         return {}
 
     def matrices(self, model: Model) -> list[Split]:
-        """Return shape and sharded dim of the parameters with two dims: each element costs two FLOPs per token."""
+        """Select the `parameters` with two dims, as (shape, sharded dim): each element costs two FLOPs per token."""
         return [split for split in self.parameters(model).values() if len(split[0]) == 2]
 
     def norms(self, model: Model) -> list[Split]:
-        """Return shape and sharded dim of the weights of the norms inside the mixer."""
+        """Select the `parameters` that are norms inside the mixer, as (shape, sharded dim)."""
         return [split for name, split in self.parameters(model).items() if name.endswith("norm.weight")]
 
     def matrix_rows(self, model: Model) -> dict[str, MatrixRows]:

@@ -40,7 +40,10 @@ Arrived = TypeVar("Arrived")
 
 
 def missing(device: str) -> str:
-    """Return why this machine cannot send through symmetric memory; "" if it can. `device` is training.device."""
+    """Return why this machine lacks symmetric memory (CPUs: shared memory); "" if it has it, or imitates a GPU.
+
+    Whether ranks reach each other's memory is not checked. `device` is training.device.
+    """
     kind = devices.kind_of_setting(device)
     if devices.is_imitated() and kind == "cuda":
         return ""  # we cannot know what that machine has
@@ -299,10 +302,10 @@ class ExchangeRows(torch.autograd.Function):
 
 
 def send(rows: Sequence[Tensor], to_N: Tensor, from_M: Tensor, memory: str) -> list[Tensor]:
-    """Write rows to their places in the ranks' buffers, and return what arrived. Not differentiable; collective.
+    """Write rows to their places in the ranks' buffers; return copies of what arrived, and 0 where from_M is -1.
 
-    Under a torch dispatch mode, such as one that records messages, it goes through the operation `titanmoe::exchange`,
-    which the mode sees. `memory` is the name of the `SymmetricBuffers`.
+    Not differentiable; collective. Under a torch dispatch mode, such as one that records messages, it goes through the
+    operation `titanmoe::exchange`, which the mode sees. `memory` is the name of the `SymmetricBuffers`.
     """
     return (exchange_op if is_in_torch_dispatch_mode() else _exchange)(list(rows), to_N, from_M, memory)
 
