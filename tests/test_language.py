@@ -20,7 +20,9 @@ WORDS = {
     **dict.fromkeys(("likeliest",), "top_k"),
     **dict.fromkeys(("share",), "fraction"),
     **dict.fromkeys(("whole",), "full, unsharded"),
-    **dict.fromkeys(("ahead", "back", "board", "further", "handed", "like", "outlet", "said", "there"), "the thing"),
+    **dict.fromkeys(
+        ("ahead", "back", "board", "further", "handed", "like", "outlet", "said", "there", "way"), "the thing"
+    ),
 }
 """Words that no name contains, because they stood for something else once, and what to call that."""
 ALONE = {"found": "the thing", "own": "the thing"}

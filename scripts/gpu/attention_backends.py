@@ -20,7 +20,7 @@ import torch
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
 
-from rows import Rows, both_ways, median_seconds  # noqa: E402
+from rows import Rows, median_seconds, without_and_with_backward  # noqa: E402
 
 from titanmoe.comm.collectives import NO_GROUP  # noqa: E402
 from titanmoe.mask import CAUSAL, Mask, ends, spans  # noqa: E402
@@ -99,7 +99,7 @@ def run(case: Case, device: str) -> dict[str, Any]:
         return attend(q, k, v, mask, sinks, backend="plain", cp_kind="allgather", placement=one, **layout)
 
     leaves = [x for x in (q, k, v, sinks) if x is not None]
-    begin, both = (median_seconds(call, device, 10) for call in both_ways(forward, leaves))
+    begin, both = (median_seconds(call, device, 10) for call in without_and_with_backward(forward, leaves))
     flops = 4 * mask.count(length, samples) * heads * width
     near = min(length, 1024)
     with torch.no_grad():

@@ -18,7 +18,7 @@ import torch
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
 
-from rows import Rows, both_ways, elapsed, median_seconds  # noqa: E402
+from rows import Rows, elapsed, median_seconds, without_and_with_backward  # noqa: E402
 
 from titanmoe.moe.grouped_mm import Groups, grouped_product  # noqa: E402
 
@@ -50,7 +50,7 @@ def main() -> int:
         count = torch.full((experts,), routed // experts, device=device)
         forward, both = (
             median_seconds(run, device, 10)
-            for run in both_ways(lambda: grouped_product(x, weight, Groups(count)), (x, weight))
+            for run in without_and_with_backward(lambda: grouped_product(x, weight, Groups(count)), (x, weight))
         )
         flops = 2 * routed * dim * hidden
         return {"forward TFLOP/s": flops / forward / 1e12, "both TFLOP/s": 3 * flops / both / 1e12, "ms": both * 1e3}

@@ -89,7 +89,9 @@ def elapsed(run: Callable[[], Any]) -> float:
     return time.perf_counter() - begin
 
 
-def both_ways(run: Callable[[], Any], inputs: Iterable[Any]) -> tuple[Callable[[], Any], Callable[[], Any]]:
+def without_and_with_backward(
+    run: Callable[[], Any], inputs: Iterable[Any]
+) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """Return two calls to time: `run` alone, and `run` with the backward that computes the gradients of `inputs`.
 
     Calls `run` once, for the shape of its one output.
