@@ -90,6 +90,7 @@ def test_folders_and_globs(tmp_path):
     assert names([""], "jsonl") == names([""], "chat") == ["a.jsonl", "b.jsonl", "sub/c.jsonl"]
     assert names(["**/*.jsonl"]) == ["a.jsonl", "b.jsonl", "sub/c.jsonl"]
     assert names(["s*"]) == ["sub/c.jsonl"]
+    assert names(["s*/**"]) == ["sub/c.jsonl"], "a folder and the file inside it both match"
     assert names(["README.md"], "jsonl") == ["README.md"]
 
 

@@ -51,7 +51,10 @@ def find_files(paths: list[str], format: str) -> list[InputFile]:
         else:
             matches = sorted(Path(match) for match in glob.glob(str(path), recursive=True))
             files = [file for match in matches for file in (walk(match) if match.is_dir() else [match])]
-            files = [file for file in files if file in matches or spec.accepts(_uncompressed_extension(file))]
+            # With **, folders match as well as the files inside them.
+            files = [
+                file for file in dict.fromkeys(files) if file in matches or spec.accepts(_uncompressed_extension(file))
+            ]
             if not files:
                 problems.append(f"{name!r} does not exist (looked for {path.absolute()})")
         for file in files:
