@@ -6,6 +6,7 @@ import base64
 import dataclasses
 import functools
 import io
+import itertools
 from typing import Any
 
 import numpy as np
@@ -221,6 +222,14 @@ def test_biases_follow_the_routers_own_choice_and_routes_are_recorded_before_cap
     for more, gives in ((changes, True), (changes | {"moe.capacity_factor": 0.5}, False)):
         (own, moved), *_ = world.run(2, first_layer, more, gives)
         assert torch.equal(own, routes) and torch.equal(moved, bias)
+
+
+def test_experts_that_change_places_are_noticed() -> None:
+    ids, valid = torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1, dtype=torch.bool)
+    orders = [torch.tensor(order, dtype=torch.int16) for order in itertools.permutations(range(5))]
+    for layers in (1, 5):
+        digests = {int(digest_routes(ids, order.view(1, 1, layers, -1), valid)) for order in orders}
+        assert len(digests) == len(orders)
 
 
 def test_a_column_shifted_by_one_token_is_noticed() -> None:

@@ -45,10 +45,10 @@ def digest_routes(ids_NS: Tensor, experts_NSLK: Tensor, valid_NS: Tensor) -> Ten
     It changes if an id changes, or if experts move to other tokens, layers or places of the top-k. Padding, where
     `valid_NS` is False, does not count.
     """
-    N, S = ids_NS.shape
-    place = torch.arange(1, 1 + experts_NSLK[0, 0].numel()) if N else torch.ones(0)
-    experts_NS = (experts_NSLK.flatten(2).to(torch.int64) * place.to(torch.int64)).sum(2)
-    token_NS = (ids_NS + 1) * 1_000_003 + torch.arange(S) * 7_919
+    places = experts_NSLK.shape[2] * experts_NSLK.shape[3]
+    factor = torch.full((places,), 6_364_136_223_846_793_005).cumprod(0)  # 1, 2, ... would let two experts swap unseen
+    experts_NS = (experts_NSLK.flatten(2).to(torch.int64) * factor).sum(2)
+    token_NS = (ids_NS + 1) * 1_000_003 + torch.arange(ids_NS.shape[1]) * 7_919
     mixed_NS = (token_NS * 6_364_136_223_846_793_005 + experts_NS) * (experts_NS + 1_442_695_040_888_963_407)
     return (mixed_NS * valid_NS).sum(1)
 
