@@ -125,10 +125,12 @@ def refused(changes: dict[str, Any]) -> str:
     return str(error.value)
 
 
-def test_routing_that_differs_from_sampling_is_refused() -> None:
-    (message,) = world.run(1, refused, {"moe.jitter": 0.1, "moe.capacity_factor": 1.5})
+def test_what_training_alone_changes_is_refused() -> None:
+    changes = {"moe.jitter": 0.1, "moe.capacity_factor": 1.5, "lora.rank": 2, "lora.dropout": 0.1}
+    (message,) = world.run(1, refused, changes)
     assert "moe.jitter = 0.1 changes routing in training alone" in message
     assert "moe.capacity_factor = 1.5 drops choices" in message
+    assert "lora.dropout = 0.1 drops inputs of adapters in training alone" in message
 
 
 def test_advantages_are_relative_to_the_group_in_any_order() -> None:

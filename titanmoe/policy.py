@@ -128,6 +128,10 @@ class PolicyLoss:
                 f"moe.capacity_factor = {moe.capacity_factor} drops choices because of other tokens of the batch: set "
                 "it to 0"
             )
+        if config.lora.dropout:
+            problems.append(
+                f"lora.dropout = {config.lora.dropout} drops inputs of adapters in training alone: set it to 0"
+            )
         return problems
 
     def __call__(self, log_p_BL: Tensor, batch: Batch) -> Tensor:
