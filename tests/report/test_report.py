@@ -247,6 +247,8 @@ def test_what_happened_is_marked_with_what_changed(tmp_path):
     assert marks[:2] == [(20, "spike", "event"), (30, "restart", "muted")]
     assert marks[2:4] == [(33, "restart: 4 -> 2 ranks", "muted"), (35, "collapse", "event")]
     assert marks[4:] == [(36, "restart: 2 -> 1 rank", "muted")]
+    run.events = run.events[-1:]
+    assert [mark.text for mark in event_marks(run)] == ["restart"], "the ranks before are unknown"
 
 
 def test_the_texts_of_marks_lie_inside_their_chart_and_not_on_each_other():
@@ -283,6 +285,7 @@ def test_nothing_on_the_page_is_wider_than_a_phone(tmp_path):
 
 def test_numbers_and_ticks_are_round():
     assert [number(x) for x in (0, 6699, 1.5e9, 3e-4, 0.25, 12.5)] == ["0", "6.7k", "1.5G", "3e-4", "0.25", "12.5"]
+    assert [number(x) for x in (999.4, 999.6, 999_600, -2e12)] == ["999", "1k", "1M", "-2T"]
     assert [percent(x) for x in (0.413, 0.0261, 5.1e-6, 0.0)] == ["41%", "2.6%", "<0.1%", "0%"]
     assert ticks(0.3, 9.1) == [2.5, 5.0, 7.5] and ticks(1, 80, 6) == [20, 40, 60, 80] and ticks(3, 3) == [3]
     assert smooth([1.0] * 100) == pytest.approx([1.0] * 100)

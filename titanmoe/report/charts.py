@@ -60,8 +60,8 @@ class Mark(NamedTuple):
 def number(value: float) -> str:
     """Return a number as short text, such as 6.7k for 6,699."""
     size = abs(value)
-    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if size >= limit:
+    for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if size >= 0.9995 * limit:  # three digits round it up
             return f"{value / limit:.3g}{unit}"
     if size and size < 1e-3:
         mantissa, exponent = f"{value:.2e}".split("e")

@@ -99,8 +99,8 @@ def event_marks(run: Run) -> list[Mark]:
         kind, environment = event["kind"], event.get("environment", {})
         if kind == "restart":
             new_ranks = environment.get("ranks", ranks)
-            text = kind if new_ranks == ranks else f"restart: {ranks} -> {new_ranks} rank{'s' * (new_ranks != 1)}"
-            marks.append(Mark(event["step"], text, "muted"))
+            text = f"restart: {ranks} -> {new_ranks} rank{'s' * (new_ranks != 1)}"
+            marks.append(Mark(event["step"], kind if ranks in (None, new_ranks) else text, "muted"))
         elif kind in ("spike", "skip", "divergence", "collapse", "straggler"):
             marks.append(Mark(event["step"], kind, "event"))
         ranks = environment.get("ranks", ranks)
