@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import re
 import shutil
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from tests import parity, world
@@ -19,6 +23,7 @@ from tests.checkpoint import runs
 from tests.checkpoint_hf import adapted, models
 from tests.checkpoint_hf.test_convert import convert
 from titanmoe.checkpoint.checkpoint_folder import Checkpoint
+from titanmoe.checkpoint.hf import peft_base
 from titanmoe.checkpoint.hf.config_json import describe_folder, hf_format_of
 from titanmoe.checkpoint.hf.peft_read import read_peft
 from titanmoe.checkpoint.hf.peft_write import plan_peft_folder
@@ -423,6 +428,19 @@ def test_a_run_compares_them_on_all_ranks(tmp_path, exported):
         world.run(2, runs.go, str(tmp_path), begin(exported) | {"checkpoint.initial_hf": other}, 1)
     with pytest.raises(world.RankError, match=r"and this run begins from random weights: name the model"):
         world.run(1, runs.go, str(tmp_path), begin(exported) | {"checkpoint.initial_hf": ""}, 1)
+
+
+def compared_where_one_rank_has_the_base() -> str:
+    named = SimpleNamespace(base="owner/base", path="adapters")  # all that is read of them here
+    with contextlib.ExitStack() as stack:
+        if dist.get_rank() == 0:
+            stack.enter_context(mock.patch.object(peft_base, "resolve_place", lambda name: "/cache/base"))
+        return peft_base.compare_base(named, None, "mirror/base", dist.group.WORLD)
+
+
+def test_ranks_agree_on_a_base_that_not_all_machines_have() -> None:
+    results = world.run(2, compared_where_one_rank_has_the_base, timeout=20)
+    assert results == ["names and shapes were compared, not weights: adapters for owner/base, on mirror/base"] * 2
 
 
 # ---- a run that begins from them

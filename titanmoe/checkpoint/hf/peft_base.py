@@ -83,7 +83,7 @@ def compare_base(adapters: Adapters, weights: Weights, base_name: str, group: Gr
     named = adapters.base
     if not named:
         return f"shapes alone were compared with {base_name}: adapter_config.json names no base ({BASE_KEY})"
-    if resolve_place(named) == resolve_place(base_name):
+    if all(on_all_ranks(group, lambda: resolve_place(named) == resolve_place(base_name))):
         return f"{base_name} is the base that adapter_config.json names"
     if all(on_all_ranks(group, lambda: local_folder(named) is not None)):
         return _compare_weights(adapters, weights, base_name, group)
