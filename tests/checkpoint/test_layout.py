@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import zlib
@@ -288,6 +289,18 @@ def test_a_checksum_is_of_all_blocks_of_a_file(tmp_path, monkeypatch, size):
     monkeypatch.setattr(files, "BLOCK", 8)
     (tmp_path / "file").write_bytes(bytes(range(size)))
     assert layout.compute_crc32(tmp_path, "file", size) == zlib.crc32(bytes(range(size)))
+
+
+@pytest.mark.parametrize("best", [None, 5, {"step": [1]}, {"step": 20, "metric": 3}])
+def test_a_manifest_with_another_best_is_damaged(run, best):
+    newest = run / "checkpoints/step-00000030"
+    content = json.loads((newest / layout.MANIFEST).read_text())
+    rewrite(newest, record=content["record"] | {"best": best})
+    with pytest.raises(CheckpointError, match=r"manifest.json is damaged: ValueError record.best"):
+        start_of(run, "30")
+    assert layout.best_step(newest) == -1
+    with pytest.raises(CheckpointError, match="keeps no best checkpoint"):
+        latest_checkpoint(run.with_name("run:best"))
 
 
 def test_a_path_with_a_nul_does_not_exist() -> None:

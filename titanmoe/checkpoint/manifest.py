@@ -122,6 +122,7 @@ ENTRY_TYPES: dict[str, Any] = {
         "config": {"training": {"global_batch_size": int, "seq_len": COUNT}, "*": {}},
         "mapping": {"world": COUNT, "attention": AXES, "experts": AXES},
         "validation": {},
+        "best": {"metric": str, "step": int, "without_gain": COUNT},
     },
 }
 """The type of each entry by key, "*" standing for any key. Other keys may hold anything nested at most DEEPEST."""
