@@ -11,6 +11,7 @@ import pytest
 
 from tests import parity, world
 from tests.checkpoint.runs import RUN
+from titanmoe import observe
 from titanmoe.checkpoint import layout
 from titanmoe.checkpoint.checkpoint_command import latest_checkpoint
 from titanmoe.checkpoint.safe_files import CheckpointError
@@ -121,6 +122,18 @@ def test_accuracies_are_better_the_higher_and_absent_metrics_change_nothing() ->
     assert other.stops and other.why_stopped() == "val_loss was NaN in 2 evaluations (training.stop_after)"
     other.load_state_dict(best.state_dict())
     assert other.state_dict() == BestStep("val_loss", True, 2).state_dict()
+
+
+def test_only_the_evaluation_that_should_report_the_metric_is_asked_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    events = []
+    monkeypatch.setattr(observe.active, "event", lambda *event: events.append(event), raising=False)
+    best = BestStep("quiz.task.accuracy", True, 0)
+    best.after_step(10, {"loss": 3.0, "val_loss": 2.0, "preference.val_accuracy": 0.5})
+    best.after_step(11, {"loss": 3.0})
+    assert not events
+    best.after_step(20, {"val_loss": 2.0, "quiz.other.accuracy": 0.5})
+    text = "checkpoint.keep_best: there is no metric quiz.task.accuracy; the evaluations report quiz.other.accuracy"
+    assert events == [(20, "best", text)]
 
 
 def test_a_skipped_batch_after_the_best_step_saves_nothing(tmp_path: Path) -> None:

@@ -47,15 +47,15 @@ class BestStep:
     def after_step(self, step: int, report: Mapping[str, Any]) -> None:
         """Store a step's metric in `value` and `step` if it is better than the best, else add 1 to `without_gain`.
 
-        A step that does not report the metric changes nothing. NaN is never better. If evaluations report other metrics
-        and never this one, a "best" event says so.
+        A step that does not report the metric changes nothing. NaN is never better. If the validation, or for a
+        metric of a quiz the quiz, reports other metrics alone, a "best" event says so.
 
         Args:
             step: number of the step.
             report: the step's metrics, the same on all ranks.
         """
         if self.metric not in report:
-            evaluated = [name for name in report if name == DEFAULT or ".val_" in name or name.startswith("quiz.")]
+            evaluated = [name for name in report if _evaluation(name) == _evaluation(self.metric)]
             if evaluated and self.step < 0:
                 names = ", ".join(sorted(evaluated))
                 text = f"checkpoint.keep_best: there is no metric {self.metric}; the evaluations report {names}"
@@ -105,6 +105,13 @@ class BestStep:
             self.without_gain = state["without_gain"]
             if state["value"] is not None:
                 self.value, self.step = float(state["value"]), state["step"]
+
+
+def _evaluation(metric: str) -> str:
+    """Return which evaluation reports a metric, "validation" or "quiz"; "" for one of a training step."""
+    if metric.startswith("quiz."):
+        return "quiz"
+    return "validation" if metric.startswith("val_") or ".val_" in metric else ""
 
 
 def higher_is_better(metric: str) -> bool:
