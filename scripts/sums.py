@@ -109,7 +109,7 @@ def main() -> int:
         begin = learn_format(seed, options)
         for replay in args.replay:
             means, seconds = learn_sums(f"sums_{seed}_{replay}", seed, begin, ["--rl.replay", replay, *options])
-            learned &= means[0] < 0.3 and means[-1] > 0.8
+            learned &= bool(means) and means[0] < 0.3 and means[-1] > 0.8
             curve = " ".join(f"{mean:.2f}" for mean in means)
             rows.append(f"{seed:4}  {replay:7}  {seconds:7.0f}  {curve}")
     print(f"\nseed  replay   seconds  mean reward of each {STEPS} steps; chance is 0.10")

@@ -13,6 +13,7 @@ alternate with this one; each figure is the median over the rounds.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -105,8 +106,9 @@ class World:
         `routing` is "balanced" or "learned".
         """
         for rank in self.ranks:
-            rank.stdin.write(f"{number} {routing}\n")
-            rank.stdin.flush()
+            with contextlib.suppress(BrokenPipeError):  # of a rank that has ended: its reply is missing too
+                rank.stdin.write(f"{number} {routing}\n")
+                rank.stdin.flush()
         replies = self._replies()
         wall, cpu = max(a["wall"] for a in replies), sum(a["cpu"] for a in replies)
         return wall / number, cpu / number
@@ -114,7 +116,8 @@ class World:
     def stop(self) -> None:
         """End the ranks and wait for them."""
         for rank in self.ranks:
-            rank.stdin.close()
+            with contextlib.suppress(BrokenPipeError):
+                rank.stdin.close()
         for rank in self.ranks:
             try:
                 rank.wait(STOP_SECONDS)
