@@ -76,7 +76,7 @@ class JsonTokenizer:
     """A Hugging Face tokenizer, read from a tokenizer.json and the settings beside it.
 
     BOS is the token that the tokenizer puts before a text by itself. EOS is the one that tokenizer_config.json names,
-    or that the tokenizer puts after a text, or a usual one of its vocabulary.
+    or that the tokenizer puts after a text, or the only usual one of its vocabulary.
 
     Raises:
         ConfigError: the file cannot be read, or no EOS can be told.

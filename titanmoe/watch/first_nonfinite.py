@@ -2,8 +2,8 @@
 
 The step's forward and backward are repeated with hooks that check the outputs and gradients of every module. Under
 every mapping a microbatch goes through the layers in the same order. So the first non-finite tensor of all ranks is
-that of the earliest microbatch in the earliest layer, forward before backward; within a layer, all ranks run the same
-modules.
+one of a forward if there is any, else of a backward: that of the earliest microbatch in the earliest layer; within a
+layer, all ranks run the same modules.
 
 Shapes: B samples, S positions.
 """
