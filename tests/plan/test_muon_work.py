@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from tests.rehearse.small import config_of
+from titanmoe.components import COMPONENTS
+from titanmoe.config import load
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold, derive
 from titanmoe.models.count import flops_per_token
@@ -17,7 +19,7 @@ from titanmoe.models.matrices import flops
 from titanmoe.plan.devices import read_device
 from titanmoe.plan.links import Factors
 from titanmoe.plan.memory import rank_memories
-from titanmoe.plan.muon_work import muon_work
+from titanmoe.plan.muon_work import matrix_buffer_bytes, muon_work
 from titanmoe.plan.price import Pricer
 from titanmoe.rehearse.many_ranks import build_programs, check_ranks, rehearse_ranks
 from titanmoe.rehearse.message_order import HOST_ORDER, check_order
@@ -110,6 +112,15 @@ ROWS = (
     ("mixtral_8x22b", 1024, ""),
     ("deepseek_671b", 1024, ""),
 )
+
+
+def test_a_weight_larger_than_a_round_is_exchanged_at_once() -> None:
+    words = ["--optimizer.name=muon", "--parallelism.pp=1", "--parallelism.cp=1", "--parallelism.tp=2"]
+    words += ["--parallelism.experts.ep=32", "--parallelism.experts.etp=2"]
+    config = load(["kimi_k2", *words], COMPONENTS, lambda config: [])
+    fold = derive(64, config.parallelism)
+    # 12 of 384 experts, each half of its 2,048 x 7,168; sent and received in bfloat16.
+    assert fold.edp == 1 and matrix_buffer_bytes(config, fold) == 2 * 12 * 1024 * 7168 * 2
 
 
 def test_the_page_has_these_figures() -> None:

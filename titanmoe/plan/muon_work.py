@@ -99,11 +99,16 @@ def muon_work(config: Config, fold: Fold) -> MuonWork:
 
 def matrix_buffer_bytes(config: Config, fold: Fold) -> int:
     """Return the most bytes of the send and receive buffers of a rank, in which Muon's update exchanges matrices."""
-    work, width = muon_work(config, fold), WIDTHS[config.optimizer.ns_dtype]
+    work, options = muon_work(config, fold), config.optimizer
+    width = WIDTHS[options.ns_dtype]
     dense, experts = fold.dp_shard * fold.cp * fold.tp, fold.edp * fold.etp
+    weights = _weights(ModelKey.of(config.model), fold.tp, options.by_head, options.router_matrix, Tuning.of(config))
+    # A round has at most ROUND elements of a rank, or a single larger weight.
+    shards = (prod(weight.shape) // (fold.ep * experts if ".experts." in weight.name else dense) for weight in weights)
     # A rank sends the others' shards, and gets its own updated; the messages have its own shards too.
     directions = (work.attention_bytes, dense), (work.expert_bytes, experts)
-    return min(2 * ROUND * width, round(max(sent * ranks / max(1, ranks - 1) for sent, ranks in directions)))
+    both = max(sent * ranks / max(1, ranks - 1) for sent, ranks in directions)
+    return min(2 * max(ROUND, *shards) * width, round(both))
 
 
 def _expert_matrix_bytes(name: str, shape: Shape, fold: Fold, sliced: bool, width: int) -> float:
