@@ -138,7 +138,7 @@ class Candidates:
             schedules = _schedules(config, pp, m)
             for ep, etp, dispatchers in expert_grids:
                 fold = Fold(world=self.world, pp=pp, dp_shard=dp, cp=cp, tp=tp, edp=stage // (ep * etp), ep=ep, etp=etp)
-                variants = self.memory.variants(fold, samples, schedules)
+                variants = self.memory.variants(fold, samples, m, schedules)
                 if fitting := [variant for variant in variants if variant.least_bytes <= self.limit]:
                     floor = self._floor(fold, samples, m, schedules)
                     yield CandidateGroup(floor, fold, samples, m, fitting, dispatchers)
