@@ -22,7 +22,7 @@ LINK = re.compile(r"\]\((?!\w+://|#|mailto:)([^)#\s]+)([^)\s]*)\)")
 
 
 def source(page: str) -> str:
-    """Return the path in the repository of the file of a page, given the page's path on the site."""
+    """Return the path in the repository of a page's file, given its path in the site's sources, such as "launch.md"."""
     return next((name for name, path in PAGES.items() if path == page), f"docs/{page}")
 
 
@@ -71,7 +71,7 @@ OPTION = r'<span class="option">\g<0></span>'
 
 
 def breakable(code: re.Match[str]) -> str:
-    """Return the inline code in a match's first group as HTML that may break between words, but not within options."""
+    """Return inline code, the HTML in a match's first group, able to break after _, . and / but not at options' "-"."""
     text = re.sub(r"(?<![\w-])--?\w+(?:-\w+)*", OPTION, code[1])
     return f"<code>{re.sub(r'(?<=[a-z0-9][_./])(?=[a-z0-9])', '<wbr>', text)}</code>"
 

@@ -151,7 +151,7 @@ def generate_command(folder: Path, titanmoe: Path, shown: str) -> list[str]:
 def resume_command(folder: Path, ranks: int, arguments: list[str], step: int) -> str:
     """Return the command that continues the run, whose last step is `step`, for as many steps again.
 
-    `arguments` are the run's options after the recipe; its name, steps and checkpoint.load are replaced.
+    `arguments` are the run's options after the recipe; name and steps are replaced, checkpoint.load is left out.
     """
     words, left_out = [], False
     for word in arguments:

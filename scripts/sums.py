@@ -38,7 +38,7 @@ def sums() -> dict[str, int]:
 
 
 def write_files() -> None:
-    """Write into the current folder PROMPTS, with their solutions, and FORMAT: the same with random completions."""
+    """Write into the current folder PROMPTS, with solutions, and FORMAT: EXAMPLES random prompts with random digits."""
     solutions, draw = sums(), random.Random(0)
     records = [{"prompt": prompt, "solution": str(solution)} for prompt, solution in solutions.items()]
     texts = [{"text": f"{draw.choice([*solutions])}{draw.randrange(10)}"} for _ in range(EXAMPLES)]

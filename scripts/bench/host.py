@@ -4,8 +4,8 @@
 
 One rank of the recipe's world takes steps in this process as on an H100, but with two and six narrow, short layers on
 this CPU. Messages go nowhere and Triton's launches end before the driver's, so the time is this CPU's: compare it with
-another checkout (--against). A layer is a quarter of the difference between six layers and two: CPU time, the fastest
-tenth of all microbatches. "Device" is the planner's time of one layer and microbatch of the full recipe.
+another checkout (--against). A layer is a quarter of the difference between six layers and two: CPU time, the first
+decile over all microbatches. "Device" is the planner's time of one layer and microbatch of the full recipe.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def small_kernels() -> Iterator[None]:
 
 @contextmanager
 def as_rank(world: int) -> Iterator[None]:
-    """Make this process rank 0 of a world of ranks on H100s within this context, without other processes."""
+    """Make this process rank 0 of a world on H100s in this context, with `small_kernels` and no other processes."""
     from titanmoe.ops.device import HARDWARE as known
     from titanmoe.ops.device import imitate
     from titanmoe.rehearse.rehearsal import fake_world
@@ -191,7 +191,7 @@ class Steps:
 def layer_seconds(runs: dict[int, Steps], rounds: int) -> tuple[float, ...]:
     """Return the CPU seconds of one layer's forward and of its backward, from the difference of two numbers of layers.
 
-    `runs` has a rank for each number of LAYERS; the fastest tenth of the microbatches of all rounds counts.
+    `runs` has a rank for each number of LAYERS, whose time is the first decile over the microbatches of all rounds.
     """
     spans: dict[int, tuple[list[float], list[float]]] = {n: ([], []) for n in runs}
     gc.collect()

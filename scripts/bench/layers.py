@@ -644,7 +644,7 @@ def show(row: dict[str, Any], new: dict[str, Any]) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Return the installed versions of torch and Triton by name, without importing them, which takes seconds."""
+    """Return the versions of torch and Triton by name, "none" if missing. Imports neither, which would take seconds."""
     return {name: version(name) if find_spec(name) else "none" for name in ("torch", "triton")}
 
 

@@ -106,7 +106,7 @@ def experts(rounds: int, scale: int) -> Iterator[Row]:
 
 
 def latent_attention(rounds: int, scale: int) -> Iterator[Row]:
-    """Yield a row for latent attention under each mode of recomputation: saved bytes per token, and relative time.
+    """Yield a row for latent attention without and with selective recomputation: saved bytes per token, relative time.
 
     `scale` divides the length and the model's width; 1 for the sizes to measure.
     """

@@ -163,7 +163,7 @@ def _balance_shards(router: Any) -> None:
 
 
 def equivalent_model(model: Model) -> str:
-    """Return the name of TorchTitan's model with the same layers; raise NotCompared if there is none."""
+    """Return TorchTitan's family with the same layers, "deepseek_v3" or "qwen3"; raise NotCompared if there is none."""
     if model.kv_lora_rank and not model.mtp_depth:
         return "deepseek_v3"
     if model.qk_norm == "head" and model.num_experts and model.norm_topk and not model.shared_hidden:

@@ -147,7 +147,7 @@ def group_of(kernel: str, operation: str) -> str:
 
 
 def elements(dims: Any) -> int:
-    """Return the number of elements of a tensor by its sizes; 0 if `dims` are no sizes of a tensor."""
+    """Return the number of elements of a tensor by its sizes; 0 if `dims` is empty or has other than integers."""
     return math.prod(dims) if dims and all(isinstance(d, int) for d in dims) else 0
 
 

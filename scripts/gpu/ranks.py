@@ -173,5 +173,5 @@ def run(
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text, truncated to 300 characters."""
+    """Return the first line of an error's text, without its type, truncated to 300 characters."""
     return str(error).strip().partition("\n")[0][:300]

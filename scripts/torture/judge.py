@@ -165,7 +165,7 @@ def expect_no_growth(run: Run, rows: list[list[float]]) -> None:
 
     `rows` has MiB, open files and threads at each time, each of the rank that has most. The first quarter, in which the
     heap settles, is left out. Of the rest, no maximum may be higher in the second half than in the first, memory by at
-    most 5 %. While a checkpoint is written there may be one more file or thread.
+    most 5 %. Maxima are compared because a checkpoint that is being written may add a file or a thread.
     """
     settled = rows[len(rows) // 4 :]
     halves = settled[: len(settled) // 2], settled[len(settled) // 2 :]

@@ -194,7 +194,7 @@ class Run:
         self.record_strike()
 
     def wait_for_end(self) -> None:
-        """Wait for the launcher to end by itself, without restarts; set `saved_step` to that of the last checkpoint."""
+        """Wait for the launcher to end, with any exit code; set `saved_step` to the step of the last checkpoint."""
         self.wait(lambda: not self.agent.is_alive(), "the end of the run that was struck", None)
         self.saved_step = max(layout.checkpoints_by_step(self.checkpoints), default=0)
 

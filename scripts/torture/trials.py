@@ -425,7 +425,7 @@ KINDS = {kind: group for group in GROUPS.values() for kind in group.kinds}
 
 
 def trial(kind: str, seed: int, folder: Path, launcher: str = "") -> judge.Outcome:
-    """Run one trial and return its outcome; while its fault misses the run, try other seeds, five in all.
+    """Run one trial and return its outcome; while its fault misses the run, try other seeds. A fifth miss is a failure.
 
     Args:
         kind: a key of KINDS.

@@ -108,7 +108,7 @@ def shrink(config: Config) -> Config:
 
 
 def read_recipe(recipe: Path, *overrides: str) -> tuple[Config, int]:
-    """Return the config of a recipe's file and its number of ranks; `overrides` are words of a command line."""
+    """Return a recipe's config with `overrides`, words of a command line, and its number of ranks without them."""
     ranks = recipe_ranks(read_draft([str(recipe)], COMPONENTS))
     return recipe_to_rehearse(["--config", str(recipe), *overrides], ranks, "h100"), ranks
 
