@@ -98,10 +98,10 @@ def muon(
     Args:
         config: the config.
         weights: all weights.
-        grads: gradients of the trained weights.
+        grads: gradients of the trained weights, clipped.
         moments: moments of the last step; {} before the first.
         step_number: 1 for the first step.
-        norm: norm of all gradients, by which ns_eps is multiplied.
+        norm: norm of `grads`, by which ns_eps is multiplied.
     """
     from tests.reference import adamw, rate_and_decay
 

@@ -117,7 +117,7 @@ def _has_checkpoints(folder: Path) -> bool:
 
 
 def _newest_intact(folder: Path, damage: Callable[[Path], list[str]], is_own_run: bool = True) -> StartPoint:
-    """Return a start from the newest intact checkpoint in a folder, with notes on the newer ones that cannot be used.
+    """Return a start from the last written intact checkpoint in a folder, with notes on later ones that cannot be used.
 
     Args:
         folder: the checkpoints of a run.

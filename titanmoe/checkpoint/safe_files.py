@@ -185,7 +185,7 @@ def _open_at(at: int, part: str, flags: int, shown: Path) -> int:
 
 
 def open_file(folder: Path, name: str) -> BinaryIO:
-    """Open a regular file in a folder for reading, with retries.
+    """Open a regular file in a folder for reading, with retries. Links within Hugging Face's cache are followed.
 
     Raises:
         CheckpointError: it is anything else, or cannot be read.

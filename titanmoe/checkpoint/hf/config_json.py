@@ -384,7 +384,7 @@ def to_config_json(model: Model, carried: dict[str, Any] | None, dtype: str, seq
         carried: the config.json that the model came from, whose other keys are copied, or only special tokens and
             context if its model_type is another; None if it came from none.
         dtype: the weights' dtype, such as "bfloat16".
-        seq_len: sequence length of training in tokens, for max_position_embeddings.
+        seq_len: training sequence length in tokens: max_position_embeddings if neither `carried` nor YaRN gives it.
 
     Raises:
         ConfigError: transformers cannot express the model.

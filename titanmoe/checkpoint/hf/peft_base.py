@@ -67,7 +67,7 @@ def _refuse_other_name(adapters: Adapters, base_name: str) -> None:
 
 
 def compare_base(adapters: Adapters, weights: Weights, base_name: str, group: Group) -> str:
-    """Compare base weights with those that PEFT's adapters name; return a line on what was compared.
+    """Compare base weights with those that PEFT's adapters name, if any; return a line on what was compared.
 
     Collective over the group, whose ranks share the reading.
 
@@ -78,7 +78,7 @@ def compare_base(adapters: Adapters, weights: Weights, base_name: str, group: Gr
         group: the ranks; None for a single process.
 
     Raises:
-        ConfigError: the weights differ, or have another name and cannot be compared.
+        ConfigError: the weights differ, or cannot be compared and have another name, owners and folders apart.
     """
     named = adapters.base
     if not named:

@@ -55,7 +55,7 @@ class TensorMap:
     """The correspondence between a model's tensors and those of its Hugging Face format."""
 
     def __init__(self, model: Model, hf: HuggingFace, stored: Collection[str] = ()):
-        """Map every tensor of a model to its place in Hugging Face's files; ConfigError if one has no place.
+        """Map a model's tensors to Hugging Face's; ConfigError if one that is no selection bias has no place there.
 
         Args:
             model: the model.
