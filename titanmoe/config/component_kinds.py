@@ -168,7 +168,7 @@ class ComponentKind(Generic[SpecType]):
         return member
 
     def summary(self) -> str:
-        """Return the components' lines of help as one text for --help, or their names if they have no lines.
+        """Return the components' lines of help, joined into one paragraph for --help; a name where there is no line.
 
         The line of a component that cannot be used is its error.
         """

@@ -178,7 +178,7 @@ class StreamPacker:
         return [Segments(start_N[i : i + 1], full_1) for i in range(count)]
 
     def _starts(self, epoch: int, number_N: np.ndarray) -> np.ndarray:
-        """Return the first token of each window of an epoch, by the windows' numbers in it."""
+        """Return the first token of each window of an epoch, by the windows' places in its shuffled order."""
         order = key("windows", self.seed, epoch)
         slack = self.pairs - self.per_epoch * self.seq_len
         return permute(order, number_N, self.per_epoch) * self.seq_len + order % (slack + 1)

@@ -115,7 +115,7 @@ def _question(record: Any, line: int) -> Question:
 def encode_choices(tokenizer: Tokenizer, pairs: list[tuple[str, str]]) -> list[ScoredSequence]:
     """Return the tokens of each (question, choice), of which those of the choice are scored.
 
-    The choice has the delimiter before it. BOS comes first, if the tokenizer has one; else an empty question is EOS.
+    A choice has to begin with its delimiter. BOS comes first, if the tokenizer has one; else an empty question is EOS.
     `labels` is below 1 if the choice adds no token to the question.
     """
     contexts = [context.rstrip() for context, _ in pairs]

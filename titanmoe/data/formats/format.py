@@ -65,7 +65,7 @@ class FormatSpec(Spec):
             )
 
     def accepts(self, extension: str) -> bool:
-        """Return whether files with this extension, such as ".jsonl", are read from a folder with files of any kind."""
+        """Return whether a folder's files with this extension, like ".jsonl", are read; True without `extensions`."""
         return not self.extensions or extension in self.extensions
 
     def file_format(self, extension: str) -> str:
