@@ -171,7 +171,7 @@ class JsonTokenizer:
         return token
 
     def _find_end_token(self, token_after_text: int | None) -> int:
-        """Return the id of EOS; raise a ConfigError if it cannot be told.
+        """Return the id of EOS; raise a ConfigError if no token, or more than one of END_TOKENS, could be it.
 
         `token_after_text` is the token that the tokenizer puts after a text; None if it puts none.
         """

@@ -258,7 +258,7 @@ def list_mappings(stages: list[StageViews], node: int) -> Iterator[Text]:
 
     Args:
         stages: the legal views for each pp; at least one, each with views of both kinds.
-        node: number of ranks of a node.
+        node: number of ranks of a node; an axis with groups that cross nodes is marked.
     """
     total = sum(len(stage.attention) * len(stage.experts) for stage in stages)
     yield Text(f"{count(total, 'legal mapping')} of {count(stages[0].world, 'rank')}, on nodes of {node:,}", "bold")

@@ -187,7 +187,7 @@ def read_json_lines(path: str, option: str, problems: list[str]) -> Iterator[tup
 
 
 def read_prompt(record: Any) -> str | Messages:
-    """Return the prompt in a record of a JSONL file: a text, or the messages before the last assistant message.
+    """Return the prompt in a record of a JSONL file: a text, or messages without the assistant's at their end.
 
     The record is a text, {"prompt": a text or messages}, or a chat in one of titanmoe.data.chat_layouts.
 

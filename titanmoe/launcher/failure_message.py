@@ -90,7 +90,7 @@ def phases_of_late_ranks(notes: Iterable[Path]) -> dict[int, str]:
 def ranks_ended_by_hang(notes: Iterable[Path]) -> set[int]:
     """Return the global ranks that ended because the watch found a hang, not for a cause of their own.
 
-    `notes` are the note files of this machine's ranks, which tell.
+    `notes` are the note files of this machine's ranks; a note on a hang lists the ranks that the watch ended.
     """
     return {rank for file in notes for rank in read_note(file).get("following", [])}
 

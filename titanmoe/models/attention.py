@@ -40,12 +40,12 @@ def causal_attention(
 
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sinks_H: Tensor | None = None) -> Tensor:
-    """Return attention over full sequences on one rank, (B, H, S, h): by torch's kernel or, with sinks, plain code.
+    """Return attention over full sequences on one rank, (B, H, S, v): by torch's kernel or, with sinks, plain code.
 
     Args:
         q: queries (B, H, S, h).
         k: keys (B, G, S, h); query head i uses key head i // (H / G).
-        v: values, shaped like keys.
+        v: values (B, G, S, v), where v may be less than h.
         sinks_H: logit of one more key of each head, whose value is zero; None for no sinks.
     """
     grouped, all_places = q.shape[1] != k.shape[1], slice(0, q.shape[2])
