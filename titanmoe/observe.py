@@ -71,7 +71,7 @@ class Observer:
         """Note that the message has come for which this rank has waited since the last call of `waits`."""
 
     def gradients(self, step: int, work: Any, parameters: dict[str, nn.Parameter]) -> None:
-        """Note that the gradients of a step, in `.grad`, are summed over ranks and finite, before they are clipped.
+        """Note that a step's gradients, in `.grad`, are summed over ranks, finite, not yet clipped; an update follows.
 
         Args:
             step: number of the step.

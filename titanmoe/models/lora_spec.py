@@ -109,7 +109,7 @@ def of_routers(patterns: list[str]) -> Iterator[Violation]:
 
 
 def contradictions(config: Config, tuning: Tuning, shapes: Mapping[str, Shape]) -> Iterator[Violation]:
-    """Yield a Violation for each option that adapters exclude, and for a rank that is too high.
+    """Yield a Violation for each option that adapters exclude, and for a rank that is too high for every matrix.
 
     `shapes` are those of all parameters, by name.
     """

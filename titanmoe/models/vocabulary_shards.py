@@ -64,7 +64,7 @@ class VocabularyShards(nn.Module):
     """{}, as no rank has the rows of another; in the interface of a stage."""
 
     def __init__(self, config: Config, dtype: torch.dtype, head_options: HeadOptions = LOSS_ONLY):
-        """Build the two layers on the current device, which is meta in training. `dtype` is that of the parameters."""
+        """Build both layers, not yet sharded, on the current device (meta in training), with parameters in `dtype`."""
         super().__init__()
         self.shape, self.dtype = config.model, dtype
         self.embed = Embedding(config.model.vocab_size, config.model.dim, dtype)

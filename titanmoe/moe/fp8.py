@@ -128,7 +128,7 @@ class EightBitProducts(ExpertProducts):
 def missing(on_gpu: bool) -> str:
     """Return why this machine cannot compute products in 8 bits ("fp8", not "fp8_emulated"); "" if it can.
 
-    `on_gpu` is whether the run is on GPUs.
+    Only Hopper (9.0) can. `on_gpu` is whether the run is on GPUs.
     """
     if not on_gpu:
         return "the run is on CPUs, which have none"

@@ -48,9 +48,9 @@ def uniform(key: int | Tensor, index: Tensor, dtype: torch.dtype = torch.float32
 
 
 def normal(key: int, index: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return a standard normal number for each element of `index`, truncated at 3 standard deviations.
+    """Return a number for each element of `index`: x of a standard normal pair (x, y) with x^2 + y^2 <= 9.
 
-    Equal indices get equal numbers. All are computed in float64 and rounded to `dtype`.
+    Its variance is 0.949. Equal indices get equal numbers, computed in float64 and rounded to `dtype`.
     """
     out = torch.empty(index.shape, dtype=dtype, device=index.device)
     flat_index, flat_out = index.reshape(-1), out.view(-1)

@@ -143,7 +143,7 @@ class GatedDeltaSpec(MixerSpec):
         return self._convolved_bytes(model, batch, 1 if selective else 3) + batch.positions * (2 * value * w + normed)
 
     def backward_bytes(self, model: Model, batch: LocalBatch, selective: bool) -> int:
-        """Return the most bytes that the mixer holds in backward of a microbatch.
+        """Return the most bytes that one rank's mixer holds in backward of a microbatch, still saved ones included.
 
         They are those of the recurrence's recomputed chunks, of the two gradients that enter these, and of queries,
         keys, values and gates, of which `selective` (activation_checkpoint.mode) saves a part.

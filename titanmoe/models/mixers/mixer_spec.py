@@ -219,7 +219,7 @@ class MixerSpec(Spec, ABC):
         return {"tp": {f"the width of the {self.name}": gcd(*(shape[dim] for shape, dim in splits if dim is not None))}}
 
     def violations(self, config: Config, degrees: Mapping[str, int]) -> Iterator[str]:
-        """Yield a message for each reason why the mixer cannot run with these degrees of parallelism.
+        """Yield a message for each reason, besides those of `divided`, why the mixer cannot run with these degrees.
 
         `degrees` has numbers of ranks by axis, such as {"cp": 2}; an axis may be missing.
         """

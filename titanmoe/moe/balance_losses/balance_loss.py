@@ -92,7 +92,7 @@ class BalanceLoss(nn.Module):
     """
 
     def __init__(self, model: Model, options: MoEOptions, microbatches: int):
-        """Store the options. `microbatches` is the number of microbatches that this rank computes in one pass."""
+        """Store model and options. `microbatches`, for subclasses, is the number that this rank computes in a pass."""
         super().__init__()
         self.model, self.options = model, options
 

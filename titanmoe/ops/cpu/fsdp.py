@@ -109,8 +109,8 @@ class ReduceScatter:
     def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return an uninitialised tensor of `size` for gradients. Called by FSDP2.
 
-        FSDP2 calls it alternately for the gradients to send and for this rank's shard of the sum, which is smaller by
-        the factor `ranks`. Tells the two apart by `size` and that of the call before, and so has to be called for both.
+        FSDP2 calls it alternately for the gradients to send and for this rank's shard of the sum, told apart by the
+        factor `ranks` in size. With one rank the latter announces the wait for replicas: no `__call__` follows.
         """
         numbers = math.prod(size)
         is_sum = numbers * self.ranks == self._message_numbers
