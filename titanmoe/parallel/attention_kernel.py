@@ -37,7 +37,7 @@ def missing(kernel: str, query_dim: int) -> str:
 
     Args:
         kernel: "fa2", "fa3", "fa4" or "cudnn".
-        query_dim: width of a query and key head.
+        query_dim: width of a query and key head, which decides how new cuDNN has to be; not checked for the others.
     """
     if device.kind_of_setting("auto") != "cuda":
         return "it runs on GPUs, and there is none"

@@ -110,7 +110,7 @@ def apply_fsdp_to_vocabulary(shards: VocabularyShards, training: Training, meshe
 
 
 def _precision(training: Training) -> MixedPrecisionPolicy:
-    """Return the dtypes of gathered weights and of reductions. Inputs have the dtype that a block computes in."""
+    """Return the dtypes of gathered weights and of reductions, the latter at least as wide. Inputs are not cast."""
     param, reduce = getattr(torch, training.mixed_precision_param), getattr(torch, training.mixed_precision_reduce)
     return MixedPrecisionPolicy(param, torch.promote_types(param, reduce), cast_forward_inputs=False)
 

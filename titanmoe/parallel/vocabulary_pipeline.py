@@ -314,7 +314,7 @@ class VocabularyPasses:
         return self.inputs.pop(m)().requires_grad_(self.backward and self.trains_embedding)
 
     def next_input_of(self, m: int) -> Tensor | None:
-        """Wait for the embeddings of a microbatch's next tokens, and return them; None without multi-token prediction.
+        """Wait for and return embeddings of a microbatch's next tokens; None unless multi-token prediction is trained.
 
         Called once per microbatch, after its pass E, on the last stage. Backward leaves their gradient for the pass D.
         """

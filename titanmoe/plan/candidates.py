@@ -76,7 +76,7 @@ class Candidates:
     """Mappings of a number of ranks that divide the model and batch evenly, by lower bounds of time and memory."""
 
     def __init__(self, config: Config, world: int, pricer: Pricer, limit: float):
-        """Find the groups of candidates that may fit; bounds of time are computed while candidates are iterated.
+        """Find the groups of candidates that may fit, each with a bound of time; candidates get theirs when iterated.
 
         Args:
             config: recipe with a global batch size.

@@ -67,7 +67,7 @@ class TextLengths(NamedTuple):
         return cls(prompt or config.training.seq_len - most, completion or most)
 
     def samples(self, config: Config) -> int:
-        """Return the samples of a step, into which all of its completions are packed with their prompts, rounded up."""
+        """Return the samples of a step, rounded up, if each has as many full completions with their prompts as fit."""
         texts = config.rl.prompts_per_step * config.rl.completions
         return ceil(texts / max(1, config.training.seq_len // sum(self)))
 

@@ -409,7 +409,7 @@ class PeakMoments:
             )
 
     def _shared_vocabulary(self) -> Iterator[Moment]:
-        """Yield the moments of passes T and D (titanmoe.fold.vocabulary_passes), if all stages share the vocabulary."""
+        """Yield the moments of passes T and D (titanmoe.fold.vocabulary_passes); the vocabulary has to be shared."""
         s, D, embedding, head = self.s, self.s.model.dim, self.shared[0].trained, self.shared[-1].trained
         (V, width), X = self._head_widths(), self._predictions() * s.X
         for load in self.loads:

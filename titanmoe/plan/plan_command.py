@@ -368,7 +368,9 @@ def _text_lengths(config: Config, args: argparse.Namespace) -> TextLengths | Non
 
 
 def _with_samples(config: Config, args: argparse.Namespace) -> Config:
-    """Return a recipe of [rl] whose global batch is a step's samples, and empty ones that fill up microbatches.
+    """Return a recipe of [rl] whose global batch is a step's samples and empty ones that round them up.
+
+    They become a multiple of local_batch_size * dp with --explain, else a divisor or multiple of `args.ranks`.
 
     Args:
         args: the options of `titanmoe plan`, with the TextLengths in `args.lengths`.

@@ -56,7 +56,7 @@ GENERATOR_HEAD = "completions", "generator"
 
 
 def degrees_text(fold: Fold) -> str:
-    """Return the degrees above 1 of attention and of the experts, such as "pp 4 tp 2 / ep 8"; 1 if there are none."""
+    """Return the degrees above 1 of attention and of the experts, such as "pp 4 tp 2 / ep 8", "pp 2 / 1" or "1 / 1"."""
     views = (("pp", "cp", "tp"), ("ep", "etp"))
     return " / ".join(
         " ".join(f"{axis} {n}" for axis in axes if (n := getattr(fold, axis)) > 1) or "1" for axes in views

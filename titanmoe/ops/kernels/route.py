@@ -220,7 +220,7 @@ def route(
         forced: whether experts are chosen in turn instead of by score.
 
     Returns:
-        Scores (T, E), routing weights (T, K), and chosen experts (T, K), the best first, E for padding.
+        Scores (T, E) and routing weights (T, K), padding's too, and chosen experts (T, K), best first, E for padding.
     """
     inputs = [x.contiguous() for x in (logits_TE, bias_E, index_T, sample_T, valid_T)]
     T, E = logits_TE.shape
