@@ -118,7 +118,7 @@ class PolicyLoss:
     KL(reference | model). k1 = -d: right as a value or in a reward, but its gradient as a loss has mean 0."""
 
     def find_problems(self, config: Config) -> list[str]:
-        """Return a message for each option of a recipe by which probabilities in training and in sampling differ."""
+        """Return a message for moe.jitter and for moe.capacity_factor, if set: routing in training then differs."""
         moe = config.moe
         problems = []
         if moe.jitter:

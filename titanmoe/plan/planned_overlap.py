@@ -37,7 +37,7 @@ def planned_overlap(config: Config, world: int, device: Device) -> tuple[Config,
 
     Args:
         config: recipe with a global batch size.
-        device: the GPU of all ranks.
+        device: the GPU of all ranks, or "cpu", for which the choice is "none".
     """
     if config.moe.overlap != "auto":
         return config, ""

@@ -130,7 +130,7 @@ class Ledger(Observer):
         self._not_on_device |= {x.untyped_storage()._cdata for x in local_tensors(list(values))}
 
     def note(self, out: Any, site: CodeSite) -> None:
-        """Record the new storages among the tensors that an operation has returned, as allocated at `site`."""
+        """Record the new storages of an operation's results as allocated at `site`; count it if it is in backward."""
         if site.phase in ("backward", "recomputed"):
             self.backward += 1
         for x in local_tensors(out):

@@ -194,7 +194,7 @@ def _split_mismatches(members: list[tuple[Program, list[Message]]], number: int)
 
 
 def _pair_mismatches(members: list[tuple[Program, list[Message]]]) -> Iterator[str]:
-    """Yield an error message if the sends and receives between two members of a group do not match in number or size.
+    """Yield one error message, for the first pair of members whose sends and receives differ in number or size.
 
     Args:
         members: Each member of one group with its messages in that group.

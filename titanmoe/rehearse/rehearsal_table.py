@@ -194,7 +194,7 @@ def _heading(rehearsal: Rehearsal, ranks: str, which: str = "") -> list[str]:
 
 
 def sent_bytes(rehearsal: Rehearsal) -> tuple[int, int]:
-    """Return the bytes that a rank sends in a step: (in all groups, in groups that span nodes)."""
+    """Return the bytes of the inputs of a rank's messages in a step: (in all groups, in groups that span nodes)."""
     messages = rehearsal.log.messages
     across = sum(message.sent_bytes for message in messages if rehearsal.groups[message.group].across)
     return sum(message.sent_bytes for message in messages), across

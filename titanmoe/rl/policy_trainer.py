@@ -250,7 +250,7 @@ class PolicyTrainer(Trainer):
         return coming
 
     def _batch(self, rollouts: Sequence[Rollout]) -> Batch:
-        """Return the batch that a step learns from, the same on all ranks. Collective over the world."""
+        """Return a step's batch, same on all ranks, with "old" and "reference" if needed. Collective over the world."""
         config, rl, session = self.config, self.config.rl, self.session
         values = advantages_and_weights(rollouts, rl, config.generation.max_tokens)
         batch = session.batch(**columns(rollouts, *values, config.training.seq_len, rl.replay == "rollout"))

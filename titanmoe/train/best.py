@@ -47,8 +47,8 @@ class BestStep:
     def after_step(self, step: int, report: Mapping[str, Any]) -> None:
         """Store a step's metric in `value` and `step` if it is better than the best, else add 1 to `without_gain`.
 
-        A step that does not report the metric changes nothing. NaN is never better. If the validation, or for a
-        metric of a quiz the quiz, reports other metrics alone, a "best" event says so.
+        A step that does not report the metric changes nothing. NaN is never better. While there is no best step, each
+        evaluation of the metric's kind (validation or quiz) without it writes a "best" event.
 
         Args:
             step: number of the step.

@@ -122,7 +122,7 @@ class Checkpoints:
         return notes
 
     def _start_without_checkpoint(self) -> dict[str, str]:
-        """Load checkpoint.initial_hf if it is set; return lines of the header by label. Collective over the world."""
+        """Load checkpoint.initial_hf if it is set; return header lines by label, else {}. Collective over the world."""
         return self.begin_from_hf() if self.options.initial_hf else {}
 
     def _start_from_checkpoint(self, beginning: StartPoint) -> dict[str, str]:
@@ -324,7 +324,7 @@ class Checkpoints:
             raise CheckpointError("; ".join(lines), "set [model] and [lora] as the checkpoint has them")
 
     def _refusals(self, saved: Checkpoint, now: Mapping[str, Any], model_only: bool) -> list[str]:
-        """Return one message for each reason why the run cannot start from a checkpoint; [] if it can.
+        """Return one message for each reason in a checkpoint's manifest not to start from it; data is not compared.
 
         Args:
             now: fields of the run's config by path, such as "model.dim".
