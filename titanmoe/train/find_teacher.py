@@ -57,7 +57,7 @@ def teacher_config(config: Config, teacher: FullModel) -> Config:
 
 
 def teacher_problems(config: Config, world: int) -> Iterator[str]:
-    """Yield a message for each reason why the run's teacher cannot be used; none without distillation.teacher."""
+    """Yield a message for each reason why distillation.teacher, if set, cannot be used, except its tokenizer."""
     if not config.distillation.teacher:
         return
     try:

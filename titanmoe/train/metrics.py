@@ -317,7 +317,7 @@ class Metrics(Observer):
         """Record how long each rank took in some steps; write means over several steps to ranks.jsonl. On rank 0 alone.
 
         Args:
-            seconds: by phase of the step, an array of shape (steps, ranks).
+            seconds: by "compute", "data" or the axes of the messages waited for, an array of shape (steps, ranks).
         """
         every = math.ceil(self.steps / RANK_LINES)
         for i, step in enumerate(steps):

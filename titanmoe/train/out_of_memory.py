@@ -159,14 +159,14 @@ def _capacity(device: torch.device) -> int:
 
 
 def advise_settings(config: Config, state: int, rest: int, room: int) -> list[str]:
-    """Return a heading and at most three numbered lines with the settings that would save most memory.
+    """Return a heading and at most three numbered settings, first those that reduce the larger of `state` and `rest`.
 
     None of them changes what the model learns.
 
     Args:
         state: bytes of this rank's weights, gradients and moments.
         rest: bytes of everything else that this rank holds.
-        room: bytes that this rank may use; 0 if unknown.
+        room: bytes that this rank may use; if `state` exceeds it, only what reduces `state` is named; 0 if unknown.
     """
     batch, mode, cp = config.training.local_batch_size, config.activation_checkpoint.mode, config.parallelism.cp
     copies, expert_copies = config.parallelism.dp_replicate, config.parallelism.experts.edp_replicate

@@ -144,7 +144,7 @@ class Reference:
 def run_scoring(config: Config, training: Training, top_k: bool) -> int:
     """Load the weights, store the model's log-probabilities of the run's data beside the token shards, and return 0.
 
-    This is `titanmoe score` on one rank; what is stored already is not recomputed. Collective over the world.
+    This is `titanmoe score` on one rank; all are computed unless all are stored already. Collective over the world.
 
     Args:
         top_k: whether to store the top-k ids of each position, which the head must return, instead of the labels'

@@ -58,8 +58,8 @@ def as_integers(tensor: Tensor) -> Tensor:
 def fingerprint(tensor: Tensor) -> Tensor:
     """Return a hash of the tensor's bits as an int64 scalar on its device, without a host sync.
 
-    It is the sum of all words, each times its own odd number, modulo 2**64. One changed bit always changes it, and so
-    do two unequal words that swap places.
+    It is the sum of all words, each times an odd number, modulo 2**64. One changed bit always changes it. Two words
+    that swap places usually do, but not if only their highest bits differ or their blocks give them one factor.
     """
     integers = as_integers(tensor)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)

@@ -158,9 +158,9 @@ class NonFiniteTrace(Observer):
             return self.passes.sums(work)
 
     def earliest(self) -> FirstNonFinite | None:
-        """Return the first non-finite tensor of this rank in the order of computation; None if all are finite.
+        """Return the first non-finite tensor of this rank, None if all are finite. The host waits for the device.
 
-        The host waits for the device.
+        All of forward count as earlier than those of backward, then a lower microbatch, then a layer that runs earlier.
         """
         nth: Counter[tuple[bool, int, int]] = Counter()
         findings: list[tuple[tuple[bool, int, int, int], CheckedTensor]] = []

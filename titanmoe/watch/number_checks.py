@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def checks(config: Config, training: RankModel) -> Checks:
-    """Return this rank's numerical checks, those that [debug] of the config asks for. The trainer calls them."""
+    """Return this rank's NumberChecks, even if [debug] of the config asks for no check. The trainer calls them."""
     from titanmoe.watch.bit_checks import ReplicaCheck
 
     def trace() -> NonFiniteTrace:

@@ -134,7 +134,7 @@ def pair_times(table_RC: np.ndarray, groups: Sequence[AxisGroups]) -> PairSecond
 def find_slow_link(
     times: PairSeconds, host_of: Mapping[int, str], earlier: Mapping[tuple[int, int], float]
 ) -> Link | None:
-    """Return the slowest link; None if no pair takes `SLOW_FACTOR` times as long as usual.
+    """Return the link that exceeds its usual time by most seconds; None if no pair takes `SLOW_FACTOR` times as long.
 
     Usual is the median of the pairs of one kind: within a machine, or between two. With fewer than three pairs of a
     kind it is the time that the pair itself took earlier.

@@ -94,7 +94,7 @@ class Slowest(NamedTuple):
 
 
 def find_slowest(times_NRK: np.ndarray, stage: int, usual_R: np.ndarray | None = None) -> Slowest:
-    """Return the rank that takes longest to compute and read data, compared with the ranks of its pipeline stage.
+    """Return the rank that takes longest to compute, compared with its stage, and read data, compared with all ranks.
 
     Args:
         times_NRK: The seconds of each step, rank and column.
