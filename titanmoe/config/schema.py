@@ -628,7 +628,7 @@ class ActivationCheckpoint:
     """Activation recomputation: what backward recomputes instead of saving it in forward. Results do not change."""
 
     mode: Literal["none", "full", "full_except_dispatch", "selective", "moe"] = "none"
-    """Activations that are recomputed. none: nothing, fastest. full: full blocks, least memory. full_except_dispatch: as full, but saves the routed tokens that experts received from other ranks, so that none is sent twice. selective: saves matrix products (except those that expand latent attention's latents), attention and what came over the network, recomputes the cheap rest. moe: only the MoE half of a block, where most activations are."""
+    """Activations that are recomputed. none: nothing but the experts' activation, fastest. full: full blocks, least memory. full_except_dispatch: as full, but saves the routed tokens that experts received from other ranks, so that none is sent twice. selective: saves matrix products (except those that expand latent attention's latents), attention and what came over the network, recomputes the cheap rest. moe: only the MoE half of a block, where most activations are."""
     every: Annotated[int, COUNT] = 1
     """Every n-th block is recomputed."""
 

@@ -117,6 +117,8 @@ def default_edp_replicate(dp_replicate: int, expert_data_ranks: int) -> int:
 def derive(world: int, parallelism: Parallelism) -> Fold:
     """Compute the degrees of all axes from a [parallelism] table, where -1 stands for what fits, and `world` ranks.
 
+    With stage = world / pp: dp_shard = stage / (dp_replicate * cp * tp), and edp = stage / (edp_replicate * ep * etp).
+
     Raises:
         FoldError: with every reason, if the degrees do not fit.
     """

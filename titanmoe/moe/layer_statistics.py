@@ -61,8 +61,9 @@ class Statistic(NamedTuple):
     counts: tuple[str, ...]
     """The names of the numbers that are counted for it, keys of LayerStatistics.counts."""
     measure: Callable[[RouterOutput], Tensor] | None = None
-    """Counts these numbers in this rank's tokens of a microbatch, in one tensor, one for each of `counts`. None
-    if the layer records them, as `MoE.route` does."""
+    """Counts these numbers in this rank's tokens of a microbatch, in one tensor, one for each of `counts`, from what
+    balance losses get too (titanmoe.moe.balance_losses.balance_loss). None if the layer records them, as `MoE.route`
+    does."""
 
 
 def entropy_and_count(scores_TE: Tensor, valid_T: Tensor, normalise: bool, kernels: str = "auto") -> Tensor:

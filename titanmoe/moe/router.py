@@ -5,7 +5,7 @@ weights are the chosen scores, normalised and scaled as the model says. Tokens m
 replay, arXiv 2510.11370): weights are then of these, counts still of the router's own choice.
 
 Shapes: T tokens this rank owns, D model, E experts (number E: "no expert"), K top-k, B samples, S positions, N MoE
-layers, G groups of experts, e experts of a group.
+layers, P groups of experts, p experts of a group.
 """
 
 from __future__ import annotations
@@ -156,12 +156,12 @@ class Router(nn.Module):
     def _best_groups(self, scores_TE: Tensor) -> Tensor:
         """Return scores_TE with -inf for experts outside of each token's `model.top_groups` best groups of experts."""
         model = self.model
-        scores_TGe = scores_TE.unflatten(1, (model.num_groups, -1))
-        best = min(self.score_function.scores_per_group, scores_TGe.shape[-1])
-        group_TG = scores_TGe.topk(best, dim=-1).values.sum(-1)
-        keep = group_TG.sort(dim=-1, descending=True, stable=True).indices[:, : model.top_groups]
-        outside_TG = torch.ones_like(group_TG, dtype=torch.bool).scatter(1, keep, False)
-        return scores_TGe.masked_fill(outside_TG.unsqueeze(-1), -torch.inf).flatten(1)
+        scores_TPp = scores_TE.unflatten(1, (model.num_groups, -1))
+        best = min(self.score_function.scores_per_group, scores_TPp.shape[-1])
+        group_TP = scores_TPp.topk(best, dim=-1).values.sum(-1)
+        keep = group_TP.sort(dim=-1, descending=True, stable=True).indices[:, : model.top_groups]
+        outside_TP = torch.ones_like(group_TP, dtype=torch.bool).scatter(1, keep, False)
+        return scores_TPp.masked_fill(outside_TP.unsqueeze(-1), -torch.inf).flatten(1)
 
     def _jitter(self, index_T: Tensor, dtype: torch.dtype) -> Tensor:
         """Return factors (T, D) uniform in 1 +- moe.jitter, drawn by seed, step, layer and the token's global index."""

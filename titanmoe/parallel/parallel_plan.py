@@ -119,7 +119,7 @@ class ExpertParallel(Sharded):
 
 
 class StageReplicated(Replicated):
-    """A style that replicates a module's own parameters over all ranks of a pipeline stage, outside FSDP."""
+    """The style of routers: replicates the few parameters over all ranks of a pipeline stage, outside FSDP."""
 
     mesh = summed_over = "stage"
 

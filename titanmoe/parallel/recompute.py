@@ -3,12 +3,14 @@
     mode                    saved of a block                          recomputed
     none                    all that backward reads                   nothing (*)
     selective               all but what its modules name             what they name
-    moe                     all of `attend`; input of `feed`          `feed`
+    moe                     all of `attend`; input of `feed`          `feed` (**)
     full_except_dispatch    inputs of both; received routed tokens    `attend`; `feed` without dispatch
     full                    inputs of both                            `attend`; `feed`
 
 (*) The experts' act(gate) * up * weight is recomputed in every mode (titanmoe.moe.expert_products). `selective` does so
 for dense networks, MLA and linear attention (`recomputable_methods`, `use_recomputable` of their modules).
+(**) In every mode, a MoE layer is recomputed as far as its experts' products: within them torch ends a recomputation,
+as soon as it has all tensors that backward needs. Combine is not sent again.
 
 Methods of a block: `attend` (norm, mixer), `feed` (norm, MoE or dense layer). B samples, s owned positions, D model.
 """
@@ -41,7 +43,7 @@ class RecomputedParts(NamedTuple):
     dense_feed: bool = False
     """Norm and dense network, of a block without experts."""
     moe_feed: bool = False
-    """Norm, router, and the experts' products with gate and up."""
+    """Norm, router, and the experts' products."""
     dispatch: bool = False
     """Dispatch, which is then sent twice; otherwise the received routed tokens are saved."""
 

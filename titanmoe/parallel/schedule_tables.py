@@ -36,14 +36,15 @@ def make_schedule(
     schedule                  class                       cells from       pipeline_order from
     GPipe, 1F1B               torch's runtime, plain      `single_order`   the cells
     a CSV file                torch's runtime, plain      the file         the cells
-    others                    torch's for the schedule    its tables       the class; the cells if there are passes
+    others                    torch's for the schedule    its tables       the class
 
-    Of `pipeline_order` torch makes `pipeline_order_with_comms`.
+    If all stages share the vocabulary, its passes (titanmoe.fold.vocabulary_passes) are inserted into the cells, and
+    `pipeline_order` is from these. Of `pipeline_order` torch makes `pipeline_order_with_comms`.
 
     Args:
         loss: called by the last stage with the output and the slice of a microbatch; backward begins at its result.
         keep_gathered: whether weights stay gathered from a stage's first forward to its last backward.
-        with_vocabulary: whether all stages share the vocabulary, so that there are passes.
+        with_vocabulary: whether all stages share the vocabulary.
     """
     pp, num_stages = stages[0].group_size, stages[0].num_stages
     # GPipe and 1F1B too: torch's own put sends and receives in one batch, which only one group can run.
