@@ -610,7 +610,7 @@ class Session:
         return folder
 
     def close(self) -> None:
-        """Leave the process groups, if `open_session` joined them."""
+        """Leave the process groups, if `open_session` joined them. `save` has left nothing to wait for."""
         if self.owns_process_group:
             stop()
 

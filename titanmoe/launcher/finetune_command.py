@@ -217,9 +217,10 @@ def _model_and_data(model: str, paths: list[str], dpo: bool) -> dict[str, Settin
 
 
 def measure(config: Config) -> Length:
-    """Tokenize the entries of config.data.paths into the cache, unless they are there, and return their lengths.
+    """Tokenize the entries of config.data.paths into the cache, unless they are there; return each chat's length.
 
-    Raises ConfigError if an entry cannot be read or tokenized.
+    That of a preference pair is the sum of its completions', each with the prompt. Raises ConfigError if an entry
+    cannot be read or tokenized.
     """
     from titanmoe.data.open_documents import open_documents
 

@@ -68,7 +68,10 @@ class Experts(nn.Module):
         return y_RD
 
     def hidden_weights(self) -> dict[str, Tensor]:
-        """Return the local weights for gate and up: "w1" and "w3", (e, F, D) each, or "w1_and_w3", (e, 2F, D)."""
+        """Return the local weights of gate and up: "w1" and "w3", (e, F, D) each; in steps that copy them, "w1_and_w3".
+
+        That copy, (e, 2F, D), is of experts that FSDP does not shard, and never stored (titanmoe.parallel.unsharded).
+        """
         if self.w1_and_w3 is not None:
             return {"w1_and_w3": self.w1_and_w3}
         return {"w1": to_local(self.w1), "w3": to_local(self.w3)}

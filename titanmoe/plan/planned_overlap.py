@@ -61,8 +61,8 @@ def planned_overlap(config: Config, world: int, device: Device) -> tuple[Config,
 def plan_overlap_of_run(config: Config, runtime: Runtime) -> tuple[Config, str]:
     """Return the config with a run's moe.overlap for "auto", and the reason as text.
 
-    `config` has a global batch size. On GPUs collective over the world: all ranks plan for rank 0's device, so that all
-    make the same choice.
+    `config` has a global batch size. On CPUs it is "none". On GPUs collective over the world: all ranks plan for rank
+    0's device, so that all make the same choice.
     """
     import torch  # not by a plan, which needs none
     import torch.distributed as dist

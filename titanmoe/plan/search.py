@@ -138,7 +138,7 @@ class Search:
 
 
 def _illegal(config: Config, world: int) -> list[str]:
-    """Return the reasons why the config cannot run on `world` ranks; [] if it can."""
+    """Return why the config, or else its distillation.teacher under its mapping, cannot run on `world` ranks, or []."""
     return violations(config, world) or [*teacher_problems(config, world)]
 
 

@@ -64,7 +64,8 @@ class Reference:
         record, which checkpoints contain. Collective over the world.
 
         Returns:
-            {"reference": the model's digest, and whether its numbers were stored before or computed now}.
+            {"reference": the model's digest, and whether its numbers were stored before or computed now}, for the
+            header.
 
         Raises:
             ConfigError: on all ranks, if the data are not token shards, stored numbers do not fit them, or a resumed

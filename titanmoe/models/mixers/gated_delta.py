@@ -153,9 +153,9 @@ class GatedDeltaSpec(MixerSpec):
         return self._convolved_bytes(model, batch, 2 if selective else 3) + round(batch.positions * chunks / batch.tp)
 
     def _convolved_bytes(self, model: Model, batch: LocalBatch, copies: int) -> int:
-        """Return the bytes of `copies` copies of queries, keys and values, of the gates, and of the segments' states.
+        """Return the bytes of `copies` times queries, keys and values, plus the gates, plus cp's states per segment.
 
-        They are those of one rank and one microbatch.
+        They are those of one rank and one microbatch; without cp there are no segments.
         """
         heads, w, W = Heads.of(model), batch.width, max(4, batch.width)
         convolved = copies * (2 * heads.key_width + heads.value_width) * w

@@ -86,7 +86,7 @@ def launch_constants(experts: int) -> dict[str, int]:
 
 
 def number_of_blocks(choices: int, experts: int) -> int:
-    """Return into how many blocks of consecutive choices the kernels divide all choices, one for each program."""
+    """Return the number of blocks of consecutive choices, one per program; more experts, smaller and more blocks."""
     return cdiv(choices, launch_constants(experts)["ROWS"])
 
 
