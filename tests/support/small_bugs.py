@@ -42,7 +42,7 @@ TABLE: dict[str, list[tuple[str, str, str, str]]] = {
         (
             "Router._best_groups",
             "a group of sigmoid experts counts only its best score",
-            "min(self.score_function.scores_per_group, scores_TGe.shape[-1])",
+            "min(self.score_function.scores_per_group, scores_TPp.shape[-1])",
             "1",
         ),
         ("Router._plain", "no route_scale", "weights_TK * model.route_scale", "weights_TK"),
