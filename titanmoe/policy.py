@@ -118,7 +118,7 @@ class PolicyLoss:
     KL(reference | model). k1 = -d: right as a value or in a reward, but its gradient as a loss has mean 0."""
 
     def find_problems(self, config: Config) -> list[str]:
-        """Return a message for moe.jitter and for moe.capacity_factor, if set: routing in training then differs."""
+        """Return a message for each of moe.jitter, moe.capacity_factor and lora.dropout that makes training differ."""
         moe = config.moe
         problems = []
         if moe.jitter:

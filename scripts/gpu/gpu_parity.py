@@ -149,10 +149,10 @@ def bf16(
 
 
 def by_fla(side: Side) -> Result:
-    """Compare a step of a model with linear attention, which fla-core's kernels compute, with the CPU's in float64.
+    """Compare a bfloat16 step with linear attention, which fla-core's kernels compute, as `bf16` does.
 
-    More error is allowed than for our own code: the kernels' chunks round states more often. Without fla-core on this
-    device the check passes with a note.
+    More error is allowed than for our own code, `times=6` the CPU's: the kernels' chunks round states more often.
+    Without fla-core on this device the check passes with a note.
     """
     if not gated_delta_rule.uses_fla("auto", torch.empty(1, dtype=torch.bfloat16, device=side.device)):
         return Result(0.0, 0.0, note="fla-core is not used here: not installed, a wrong Triton, or no GPU")

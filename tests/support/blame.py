@@ -234,6 +234,7 @@ def _in_common(
     """Return the axes over which all wrong tensors, and no right one, are summed in one way, with that way as text.
 
     `holders` has the shard of each rank by name and then rank; `wrong` and `right` are names. {} if none is wrong.
+    The axis pp is there, as "stage n", if one stage alone holds all wrong tensors, and no right one.
     """
 
     def sums_of(name: str) -> set[tuple[str, str]]:

@@ -296,7 +296,7 @@ class BestFitPacker:
     def describe_long(self, count: int) -> str:
         """Return text on what becomes of documents that are longer than a sequence.
 
-        Subclasses give numbers of those among the first `count` documents or pairs.
+        Here it is the same for any `count`; subclasses give numbers of those among the first `count`.
         """
         return "longer ones are split into full samples and a rest"
 

@@ -221,10 +221,10 @@ class UnitTokenizer:
                     raise ConfigError([f"{entry.where()}: {problem}" for problem in error.problems]) from None
 
     def _encode_conversation(self, entry: Record) -> list[Document]:
-        """Return the tokenized document of a chat, or the two of a preference pair.
+        """Return the tokenized document of a chat, or the two of a preference pair, with BOS and EOS.
 
         Raises:
-            ChatError: the record cannot be used.
+            ChatError: the record cannot be used, or a pair's completions are the same tokens.
         """
         format = self.job.format_spec
         if format.completions_per_prompt == 1:

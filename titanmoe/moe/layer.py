@@ -103,8 +103,8 @@ class MoE(nn.Module):
     ) -> Exchange:
         """Start to send these tokens to their experts' ranks; return the exchange, from which to receive and combine.
 
-        Collective over the dispatch group. Routing weights, chosen experts and slots are what `route` returned; the
-        tokens' metadata is for dropout of adapters.
+        Collective over the dispatch group; the host may wait for counts. Routing weights, chosen experts and slots are
+        what `route` returned; the tokens' metadata is for dropout of adapters.
         """
         return self.dispatcher.dispatch(x_TD, weights_TK, chosen_TK, slots_per_expert)
 

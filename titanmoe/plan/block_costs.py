@@ -112,12 +112,12 @@ class BlockCosts(AttentionCosts):
     ) -> tuple[Cost, Cost]:
         """Return the costs (forward, backward) of a dense or shared feed-forward network for one microbatch.
 
-        Its norm and tp's messages are included.
+        Its norm, tp's messages and its adapters are included.
 
         Args:
             hidden: width of the network, before tp divides it.
             backward: FLOPs of backward relative to forward.
-            shared: whether it is the shared expert of a MoE layer.
+            shared: whether it is the shared expert of a MoE layer, which selects its adapters alone.
         """
         D, X = self.model.dim, samples * self.config.training.seq_len / cp
         products = self.product(X, 2 * hidden / tp, D) + self.product(X, D, hidden / tp)

@@ -259,8 +259,8 @@ class Pricer(WeightCosts):
         Pairs hide nothing without a pipeline or with a schedule file.
 
         Args:
-            m: microbatches of a step, which say how much pairs hide.
-            stages: stages of all pipeline ranks, likewise.
+            m: microbatches of a step: the more, the more of them are in pairs.
+            stages: stages of all pipeline ranks: the more MoE layers in each, the more a pair hides.
         """
         hidden = 0.0
         if config.moe.overlap == "pairs" and fold.pp > 1 and not config.pipeline.schedule_csv:

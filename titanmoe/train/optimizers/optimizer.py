@@ -79,5 +79,5 @@ class Optimizer:
 
     @property
     def host_tensors(self) -> list[Tensor]:
-        """Optimizer state in host memory, to count its bytes; [] unless the moments are offloaded."""
+        """Optimizer state in host memory, to count its bytes; [] here, and in subclasses that do not offload."""
         return []
