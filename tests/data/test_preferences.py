@@ -148,7 +148,7 @@ def test_what_does_not_fit_is_cut_or_left_out_and_counted() -> None:
     packer = PreferencePacker(documents, 20, seed=0)
     assert packer.length_P2.tolist() == [[6, 6], [14, 6], [10, 10], [0, 0], [10, 10]]
     assert packer.note == (
-        "pairs: of 5, 1 left out, whose prompt leaves no room for a completion, "
+        "pairs: of 5, 1 left out, whose completions are empty or equal once truncated, "
         "3 with a truncated completion (seq_len 20); seq_len = 48, 48 and 48 would keep 95, 99 and 100 % of all"
     )
     assert sum(len(segments.pairs_G) for segments in packer.first_epoch()) == 8
@@ -172,7 +172,7 @@ def test_the_header_says_what_does_not_fit_and_a_source_of_which_nothing_does_is
     file = write(tmp_path / "some.jsonl", [long, TEXTS[0]])
     loader = Loader(read(own | {"data.paths": [file]}, 1), 0, 1)
     assert loader.header_rows()["pairs"].startswith(
-        "some.jsonl: of 2, 1 left out, whose prompt leaves no room for a completion"
+        "some.jsonl: of 2, 1 left out, whose completions are empty or equal once truncated"
     )
     file = write(tmp_path / "none.jsonl", [long])
     with pytest.raises(ConfigError, match=r"none\.jsonl .* has no pair that fits training\.seq_len = 48: raise it"):

@@ -112,6 +112,7 @@ def test_capacity_is_the_formula(factor: float, positions: int, rows: int) -> No
 def test_a_padded_bin_holds_what_one_rank_can_have() -> None:
     one = capacity(capacity_factor=1.0)
     assert one.slots_per_expert(samples=3, own_tokens=24) == one.limit(24) == 12
+    assert capacity(capacity_factor=5.0).slots_per_expert(samples=3, own_tokens=24) == 24, "never more than all tokens"
     # 8 positions of each of 3 samples here, 8 * size in the whole sample: C is 4 * size, but never more than the 8
     for size, rows in ((1, 3 * 4), (2, 3 * 8), (4, 3 * 8)):
         assert capacity(size, capacity_factor=1.0, capacity_scope="full_sequence").slots_per_expert(3, 24) == rows

@@ -49,7 +49,7 @@ class PreferencePacker(BestFitPacker):
     @property
     def note(self) -> str:
         """Line for the log's header about pairs that were truncated or left out; "" if there are none."""
-        changes = [f"{self.num_left_out:,} left out, whose prompt leaves no room for a completion"] * (
+        changes = [f"{self.num_left_out:,} left out, whose completions are empty or equal once truncated"] * (
             self.num_left_out > 0
         )
         changes += [f"{self.num_truncated:,} with a truncated completion"] * (self.num_truncated > 0)

@@ -46,7 +46,7 @@ class Capacity(nn.Module):
             own_tokens: the number of tokens that this rank owns in the microbatch, including padding.
         """
         if not self.full:
-            return self.limit(own_tokens)
+            return min(self.limit(own_tokens), own_tokens)
         positions = own_tokens // samples
         return samples * min(self.limit(positions * self.sequence.size), positions)
 
