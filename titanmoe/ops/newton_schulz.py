@@ -34,6 +34,8 @@ SAFETY = 1.01
 def step_coefficients(name: str, steps: int) -> Coefficients:
     """Return the coefficients (a, b, c) of each Newton-Schulz step.
 
+    "classic" repeats one triple. "polar_express" has seven of its own, divided by powers of SAFETY, then LATER.
+
     Args:
         name: "classic" or "polar_express".
 
@@ -56,10 +58,10 @@ def normalize(x: Tensor, eps_norm: Tensor | float) -> Tensor:
 
 
 def orthogonalize(x: Tensor, steps: Coefficients, eps_norm: Tensor | float) -> Tensor:
-    """Return the nearest matrix with orthonormal rows or columns to each matrix of a stack, in the stack's dtype.
+    """Approximate, for each matrix of a stack, the nearest matrix with orthonormal rows or columns, in its dtype.
 
     Args:
-        x: a matrix, or a stack of matrices (n, rows, columns).
+        x: a matrix, or a stack of matrices (n, rows, columns); tall ones are transposed for the products.
         steps: the coefficients of each Newton-Schulz step.
         eps_norm: what is added to the norm that a matrix is divided by first.
     """

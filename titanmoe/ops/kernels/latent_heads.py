@@ -73,7 +73,7 @@ def _split(dk, dv, cos, sin, dkv, dkey, S, of_k, k_token, k_head, of_v, v_token,
 
 
 def _tile(heads: int, width: int) -> tuple[int, int]:
-    """Return (columns, heads) of a program's tile for heads of this width, powers of two."""
+    """Return (columns, heads) of a program's tile for heads of this width: powers of two, about TILE numbers."""
     columns = next_power_of_2(width)
     return columns, min(max(TILE // columns, 1), next_power_of_2(heads))
 
@@ -115,6 +115,8 @@ def join_ends(plain_BSHn: Tensor, rotated_BSHp: Tensor, cos_bS1p: Tensor, sin_bS
         plain_BSHn: the parts without positions.
         rotated_BSHp: the parts to rotate; with H = 1, one that all heads share.
         sign: 1, or -1 to rotate by the opposite angles.
+
+    Not differentiable: `Queries` and `KeysAndValues` are.
     """
     plain, rotated = adjacent_numbers(plain_BSHn), adjacent_numbers(rotated_BSHp)
     out = plain.new_empty(*plain.shape[:3], plain.shape[3] + rotated.shape[3])

@@ -33,7 +33,7 @@ def _put(x, to, addresses, N, LIMIT, D: tl.constexpr, ROWS: tl.constexpr, COLUMN
 
 
 def put_rows(x_ND: Tensor, to_N: Tensor, addresses_G: Tensor, limit: int) -> None:
-    """Write each row to its place in the buffers of the ranks. Does not wait for other ranks.
+    """Write each row to its place in the buffers of the ranks. Neither waits for other ranks nor checks the places.
 
     Args:
         to_N: the place of each row, rank * limit + row of that rank's buffer; -1 for a row that is not written.

@@ -55,7 +55,10 @@ def _quantise(x, q, scale, R, INNER, of_outer, of_inner, of_column, W: tl.conste
 
 
 def _launch_constants(x: Tensor) -> dict[str, int]:
-    """Return the kernel's constants by name: W, the width of a row of x, and ROWS and COLUMNS of its tile."""
+    """Return the kernel's constants by name: W, the width of a row of x, and ROWS and COLUMNS of its tile.
+
+    The tile is square, of ACROSS, where the numbers of a row are not adjacent in memory.
+    """
     rows, columns = tile_shape(x.shape[-1], TILE) if x.stride(-1) == 1 else (ACROSS, ACROSS)
     return {"W": x.shape[-1], "ROWS": rows, "COLUMNS": columns}
 
@@ -66,7 +69,7 @@ def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
 
     Returns:
         The numbers, of x's shape, and the scales, without its last dim, both contiguous: x is about number * scale.
-        The scale of a row of zeros is 1.
+        A row's scale is its largest magnitude / 448, and 1 for a row of zeros.
     """
     q = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)

@@ -100,7 +100,10 @@ def _(x, weight_D, eps):
 
 
 def _backward_programs(x: Tensor) -> int:
-    """Return how many Triton programs backward launches for an input of x's shape and dtype."""
+    """Return how many Triton programs backward launches for an input of x's shape and dtype.
+
+    They are at most WARPS / warps of a program, on any device: each loops over many blocks of rows.
+    """
     options = _block(x.shape[-1], x.dtype)
     return min(cdiv(x.numel() // x.shape[-1], options["ROWS"]), max(WARPS // options["num_warps"], 1))
 
@@ -108,7 +111,7 @@ def _backward_programs(x: Tensor) -> int:
 def _empty_weight_sums(x: Tensor, wanted: bool) -> Tensor:
     """Allocate the tensor (P, D) to which each of P programs writes its sum of the weight's gradient.
 
-    P = 0 if the gradient is not wanted.
+    P = 0 if the gradient is not wanted. Its dtype is float32, or float64 for x in float64.
     """
     return x.new_empty(
         _backward_programs(x) if wanted else 0, x.shape[-1], dtype=torch.promote_types(x.dtype, torch.float32)

@@ -207,7 +207,7 @@ def route(
 
     Args:
         bias_E: expert_bias, added to the scores for the choice, not for the weights.
-        index_T: the global position of each token, which decides its experts if `forced`.
+        index_T: the global position of each token, used if `forced`: its experts are then (position * K + k) mod E.
         sample_T: the sample of each token.
         valid_T: whether each token is no padding.
         count_BE: int64 counts of choices by sample and expert, to which those of valid tokens are added.
@@ -220,7 +220,8 @@ def route(
         forced: whether experts are chosen in turn instead of by score.
 
     Returns:
-        Scores (T, E) and routing weights (T, K), padding's too, and chosen experts (T, K), best first, E for padding.
+        Scores (T, E) and routing weights (T, K), padding's too, and chosen experts (T, K), E for padding; best first,
+        unless `forced`.
     """
     inputs = [x.contiguous() for x in (logits_TE, bias_E, index_T, sample_T, valid_T)]
     T, E = logits_TE.shape
@@ -260,7 +261,7 @@ def route_backward(
     Args:
         grad_scores_TE: the gradient of the scores; None counts as zeros.
         grad_weights_TK: the gradient of the routing weights; None counts as zeros.
-        chosen_TK: each token's chosen experts; E for padding.
+        chosen_TK: each token's chosen experts; E for padding, whose weights pass no gradient while its scores do.
         mode: the score function, a value of SCORE_KERNELS: 0 softmax, 1 sigmoid, 2 softmax over the chosen experts.
         norm: whether weights were scaled to sum to 1 over a token's choices.
         scale: the factor of the weights, route_scale.

@@ -124,7 +124,8 @@ def assign_choices(chosen_N: Tensor, ends: Tensor, experts: int, ep: int, etp: i
 
     Returns:
         The choice in each slot (N * etp,), N in an unused one; the slots of each choice (N, etp), N * etp for no
-        expert; and the number of choices of each expert (E,).
+        expert; and the number of choices of each expert (E,). Slots are in the order of ep rank, etp rank, expert
+        and token; unused ones come last.
     """
     N, long = len(chosen_N), {"dtype": torch.int64, "device": chosen_N.device}
     entry, slot = torch.empty(N * etp, **long), torch.empty(N, etp, **long)
@@ -180,8 +181,9 @@ def assign_unpadded_slots(chosen_TK: Tensor, experts: int, ep: int, etp: int) ->
         etp: the number of ranks that share each expert.
 
     Returns:
-        The choice in each slot (T * K * etp,), T * K in an unused one; the slots of each choice (T * K, etp); and the
-        number of choices of each expert (E,).
+        The choice in each slot (T * K * etp,), T * K in an unused one; the slots of each choice (T * K, etp),
+        T * K * etp for no expert; and the number of choices of each expert (E,). Slots are in the order of ep rank,
+        etp rank, expert and token; unused ones come last.
     """
     chosen_N = chosen_TK.flatten()
     ends = count_choices(chosen_N, experts).flatten().cumsum(0, dtype=torch.int32)
