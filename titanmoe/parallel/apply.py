@@ -36,7 +36,10 @@ from titanmoe.parallel.unsharded import UnshardedExperts
 
 
 def make_meshes(fold: Fold, config: Config, device: torch.device) -> Meshes:
-    """Return the process groups and meshes of a run. Collective over the world."""
+    """Return the process groups and meshes of a run. Collective over the world.
+
+    Groups within and across nodes are made only for dispatchers that work by node, those of etp alone only for LoRA.
+    """
     return build_meshes(
         fold,
         device.type,

@@ -38,6 +38,7 @@ def missing(kernel: str, query_dim: int) -> str:
     Args:
         kernel: "fa2", "fa3", "fa4" or "cudnn".
         query_dim: width of a query and key head, which decides how new cuDNN has to be; not checked for the others.
+            Whether a kernel computes the widths at all says `kernel_refuses`, not this.
     """
     if device.kind_of_setting("auto") != "cuda":
         return "it runs on GPUs, and there is none"
@@ -60,6 +61,8 @@ def missing(kernel: str, query_dim: int) -> str:
 def pick(setting: str, query_dim: int, value_dim: int, deterministic: bool) -> Kernel:
     """Return the attention kernel for a setting: the setting itself, or for "auto" the first in PREFERRED that can run.
 
+    "auto" is "fa2", unchecked, where none of these can run, and on CPUs.
+
     Args:
         setting: parallelism.attention_kernel; another value than "auto" is not checked here.
         query_dim: width of a query and key head.
@@ -78,7 +81,8 @@ def pick(setting: str, query_dim: int, value_dim: int, deterministic: bool) -> K
 def use(kernel: Kernel) -> None:
     """Switch attention of all models in this process to a kernel, by torch's global settings.
 
-    Does not check that the kernel can run here, as `missing` does.
+    Does not check that the kernel can run here, as `missing` does. FlashAttention stays at 2 where torch cannot switch
+    it, and in rehearsals.
     """
     torch.backends.cuda.enable_cudnn_sdp(kernel == "cudnn")
     name = kernel.upper() if kernel in PACKAGES else None

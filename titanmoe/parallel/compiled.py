@@ -69,9 +69,10 @@ def why_not_one_graph(config: Config, splits: bool) -> str:
 
 
 def compile_model(model: Transformer, config: Config, splits: bool) -> None:
-    """Compile the modules of each block, and the head, in place. Does nothing if compile.enable is false.
+    """Compile the mixer and the dense or MoE layer of each block, and the head, in place, if compile.enable is true.
 
-    With `splits` it also turns off torch's donated buffers, for the process.
+    Of a MoE layer that cannot be one graph only the shared expert is compiled. With `splits` it also turns off torch's
+    donated buffers, for the process.
 
     Args:
         splits: whether the pipeline schedule splits backward into gradients of inputs and gradients of weights.

@@ -183,7 +183,7 @@ def _cast(out: Tensor, dtype: torch.dtype) -> Tensor:
 def _sinks_grad(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor | None:
     """Return the gradient of the sinks' logits s, (H,), or None without sinks.
 
-    It is the sum over queries of p * (0 - grad . out), where p = exp(s - lse).
+    It is the sum over this rank's queries, not yet over cp, of p * (0 - grad . out), where p = exp(s - lse).
     """
     if sinks is None:
         return None
@@ -342,7 +342,8 @@ def ulysses_attention(
     """Return attention of this rank's queries to the full sequence, computed with heads sharded over cp.
 
     The result is (B, S, H, width of a value). Collective over cp: an all-to-all turns shards of the sequence into
-    shards of the heads, another turns the result back. Differentiable.
+    shards of the heads, another turns the result back. Differentiable. cp has to divide H; key heads are repeated until
+    it divides them, which makes their messages larger.
 
     Args:
         sinks_H: logit of one more key of each head, whose value is zero; None without.

@@ -58,10 +58,11 @@ def replicate_experts(model: Transformer, meshes: Meshes) -> set[nn.Parameter]:
 
 
 def apply_fsdp(model: Transformer, training: Training, parallelism: Parallelism, meshes: Meshes) -> None:
-    """Wrap a stage, its blocks and its experts in FSDP units, in place. No communication.
+    """Wrap a stage, its blocks, its experts, embedding and head in FSDP units, in place. No communication.
 
     Experts are a unit on the experts' data axes, all else on attention's. Routers are in no unit, nor are experts that
-    one data rank has alone (titanmoe.parallel.unsharded). Also sets whether experts cache their weights in 8 bits.
+    one data rank has alone (titanmoe.parallel.unsharded). Head and tied embedding stay gathered after forward. Also
+    sets what blocks prefetch, and whether experts cache their weights in 8 bits.
 
     Args:
         model: the stage, on meta.
@@ -132,7 +133,9 @@ def free_gathered(model: nn.Module) -> None:
 
 
 def _prefetch(model: Transformer, meshes: Meshes, freed: bool) -> None:
-    """Set which weights each block prefetches: its experts' and the next block's; in backward the previous block's.
+    """Set which weights each layer prefetches: its experts' and the next one's or the head's; in backward those before.
+
+    Only weights that more than one rank shards; the block of multi-token prediction prefetches nothing.
 
     A dropless dispatcher makes the host wait until routed tokens are counted, and the device would then wait for the
     weights. Blocks prefetch, not experts: the experts' hooks run a second time under recomputation, and weights

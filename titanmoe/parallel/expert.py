@@ -59,7 +59,8 @@ def choose_dispatcher(
 ) -> tuple[Config, SharedBuffers | None, str]:
     """Choose the dispatcher where moe.dispatcher is "auto", and allocate its buffers. Collective over the world.
 
-    All ranks choose the same.
+    It is "symm_mem" if every rank can use that and the mapping suits it (`why_not_symm_mem`), else "alltoall". A
+    dispatcher that the recipe names is never replaced.
 
     Args:
         node: the number of ranks on this machine.

@@ -151,7 +151,8 @@ def plan_rounds(weights: list[ShardedWeight], width: int) -> list[Round]:
     """Return the rounds in which an optimizer works on the full matrices of the weights, to limit memory.
 
     A round has weights, in their order, of whose shards a rank has at most ROUND elements together, or a single larger
-    one. Every rank of a shard group plans the same rounds, without communication. Without weights there is one, empty.
+    one. Each weight is local, has its Gram matrices summed, or has owners, whose work is balanced over all rounds.
+    Every rank of a shard group plans the same, without communication. Without weights there is one round, empty.
 
     Args:
         weights: this rank's weights that consist of matrices.

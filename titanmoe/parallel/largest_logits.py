@@ -33,7 +33,7 @@ SCORES = 1 << 25
 def largest(q_BSHh: Tensor, k_BSGh: Tensor, mask: Mask, placement: Placement, group: Group) -> Tensor:
     """Return the largest attention logit of each query head (H,), over this rank's queries and all keys they see.
 
-    Collective over cp. Not differentiable.
+    Logits are divided by sqrt(h); sinks are none. Collective over cp, whose ranks' results differ. Not differentiable.
 
     Args:
         q_BSHh: queries of this rank's positions, as attention gets them.
@@ -74,6 +74,7 @@ class LargestLogits:
             stages: this rank's stages of the model, which are changed in place.
             every: number of steps from one measurement to the next.
             by_bound: whether to take the log-sum-exp, an upper bound of the largest logit, instead of computing it.
+                Not for models with sinks, which may be in it.
         """
         self.shape = model.num_layers + model.mtp_depth, model.num_heads
         self.meshes, self.every, self.by_bound, self.measures = meshes, every, by_bound, False

@@ -240,7 +240,10 @@ class WeightSharding:
 
     @cached_property
     def sent_elements(self) -> tuple[int, int]:
-        """Elements that all ranks of the shard group send: if matrices go to owners; if Gram matrices are summed."""
+        """Elements that all ranks of the shard group send: if matrices go to owners; if Gram matrices are summed.
+
+        The first is the mean over all owners that a matrix may have, to whom what an owner has already is not sent.
+        """
         others = len(self.regions) - 1
         to_owners = sum(prod(m.shape) for m in self.matrices)
         from_owners = sum(prod(shard.shape) for shards in self.shards for shard in shards)

@@ -223,7 +223,8 @@ def expand(plan: Plan, model: nn.Module) -> Plan:
 def parallelize(model: Transformer | VocabularyShards, plan: Plan, meshes: Meshes) -> None:
     """Replace a stage's parameters by DTensors as the plan says, in place; then tie embeddings. No communication.
 
-    Sets the stage's `summed_over` too.
+    Where tp, or ep x etp, is a single rank, its styles are not applied: their parameters stay plain tensors. Sets the
+    stage's `summed_over` too.
 
     Args:
         model: a pipeline stage, or the rows of embedding and head that all stages share, on meta.

@@ -51,7 +51,8 @@ class WithoutPipeline:
     def run(self, slices: list[BatchSlice], microbatch_loss: MicrobatchLoss, backward: bool = True) -> Tensor:
         """Run all microbatches of a step and return this rank's sum of their losses, a float64 scalar.
 
-        Collective over the world, by the layers and FSDP.
+        Collective over the world, by the layers and FSDP. With `reduce_once` FSDP reduces gradients in the last
+        microbatch only.
 
         Args:
             microbatch_loss: returns a microbatch's loss, whose gradient backward computes: nothing is divided here.
@@ -154,6 +155,7 @@ class Pipeline:
         """Run all microbatches of a step and return this rank's sum of their losses, a float64 scalar.
 
         The sum is 0 on ranks without the last stage. Collective over the world, by the pipeline, the layers and FSDP.
+        On GPUs the first call also loads all kernels, by a forward and backward without a trace.
 
         Args:
             slices: this rank's slices of the microbatches, as many as the engine was made for.

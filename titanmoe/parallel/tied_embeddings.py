@@ -24,7 +24,8 @@ class TiedEmbeddings:
     def __init__(self, stages: list[Transformer], model: Model, ranks: list[int], meshes: Meshes):
         """Find this rank's copies. `ranks` has the pipeline rank of each stage.
 
-        Collective over the world if there are copies and the first and last stage are on different ranks.
+        There are none without a pipeline, or if all stages share the vocabulary. Collective over the world if there are
+        copies and the first and last stage are on different ranks.
         """
         self.names: tuple[str, ...] = ()
         self.ends, self.group = [], None
@@ -44,7 +45,8 @@ class TiedEmbeddings:
     def add_gradients(self) -> None:
         """Replace each copy's gradient by the sum over all copies, in place. Called once per step, after its backward.
 
-        Collective over the ranks of the first and the last stage; does nothing on others, or without copies.
+        Collective over the two ranks of a pipeline group that have the first and the last stage; does nothing on
+        others, without copies, or if these are frozen.
         """
         grads = [local_grad(end) for end in self.ends]
         for other in grads[1:]:

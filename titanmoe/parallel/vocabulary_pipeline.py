@@ -183,7 +183,7 @@ class VocabularyPasses:
                 tensors.clear()
 
     def __call__(self, action: TorchAction, context: Any) -> None:
-        """Run a pass. Called by torch's runtime within `step`; collective over pp and tp.
+        """Run a pass. Called by torch's runtime within `step`; collective over pp and tp, a step's last also over data.
 
         Args:
             action: the action of the table, whose kind is one of `Pass`.
@@ -290,7 +290,7 @@ class VocabularyPasses:
     def warm_up(self, batch_slice: BatchSlice, microbatch_loss: MicrobatchLoss) -> None:
         """Load all kernels of the passes (titanmoe.parallel.warm_up), and leave gradients as they are.
 
-        Collective over pp and tp.
+        Collective over pp and tp and, as its backward is a step's last one, over the data ranks.
 
         Args:
             microbatch_loss: returns a microbatch's loss, from the head's numbers (N, B, S) and its slice.
