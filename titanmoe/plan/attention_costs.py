@@ -86,6 +86,8 @@ class AttentionCosts(DispatchCosts):
     def price_product(self, m: float, n: float, k: float, peak: float = 0.0) -> float:
         """Return the seconds of one (m, k) by (k, n) product: by FLOPs or by bytes, whichever take longer.
 
+        Bytes are those of the compute dtype, whatever `peak` is. The launch is not included.
+
         Args:
             peak: FLOPs per second of the device; 0 for those of the compute dtype.
         """
@@ -101,6 +103,8 @@ class AttentionCosts(DispatchCosts):
         self, adapters: list[Adapter], prefix: str, tokens: float, split: int, groups: float = 1.0
     ) -> tuple[Cost, Cost]:
         """Return the costs (forward, backward) that LoRA adapters add to the matrices whose names begin with `prefix`.
+
+        Products of backward are twice those of forward. Messages are not included.
 
         Args:
             adapters: all adapters of the block.
@@ -147,6 +151,8 @@ class AttentionCosts(DispatchCosts):
     def price_attention(self, tp: int, cp: int, samples: int, layer: int) -> tuple[Cost, Cost]:
         """Return the costs (forward, backward) of the mixer of one microbatch, with its norm, tp's and cp's messages.
 
+        Adapters are included, recomputation is not.
+
         Args:
             samples: samples of the microbatch on one data rank.
             layer: index of the block; of equal blocks the first, so that their price is cached once.
@@ -181,7 +187,10 @@ class AttentionCosts(DispatchCosts):
         return parts[0], parts[1]
 
     def _attention_rate(self, cp: int, ring: bool) -> float:
-        """Return the FLOPs per second of attention's kernels, on average over a ring's shards if `ring`."""
+        """Return the FLOPs per second of attention's kernels, on average over a ring's shards if `ring`.
+
+        A ring is slower than one kernel by `_ring_slowdown`; where FlashAttention-2 computes it, RING_RATE at most.
+        """
         rate = self.peak * self.device.attention * self.factors.attention
         if not (ring and self.stack.merges_ring):
             return rate
@@ -213,7 +222,8 @@ class AttentionCosts(DispatchCosts):
         """Return the cost that ring attention over cp adds to attention's own: messages, copies and launches.
 
         Keys and values pass from rank to rank. In backward their gradients pass too, in float32 and one step further,
-        to reach the rank that owns them. Messages hide behind the attention of other shards.
+        to reach the rank that owns them. Messages hide behind the attention of other shards. Copies and launches are
+        left out for stacks whose merging is hidden (`merges_ring`).
 
         Args:
             query: elements of a rank's queries.

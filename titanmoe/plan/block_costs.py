@@ -95,6 +95,8 @@ class BlockCosts(AttentionCosts):
     def _head(self, tp: int, cp: int, samples: int, stages: int = 1) -> Cost:
         """Return the cost of the head and the loss for one microbatch, forward and backward added up.
 
+        Multi-token prediction, which uses the head a second time, is not included.
+
         Args:
             stages: pipeline ranks that share the head. What they send each other is not included.
         """
@@ -144,7 +146,8 @@ class BlockCosts(AttentionCosts):
     ) -> tuple[Cost, Cost]:
         """Return the costs (forward, backward) of a MoE layer for one microbatch.
 
-        Router, dispatch and combine, and the shared expert are included.
+        Norm, router, dispatch and combine, adapters and the shared expert are included; of the last neither launches
+        nor half of the memory-bound work. Messages are what computation does not hide.
 
         Args:
             sample_ranks: ranks that a sample is divided among, tp x cp.
@@ -205,8 +208,9 @@ class BlockCosts(AttentionCosts):
     def _router_product(self, T: float) -> float:
         """Return the seconds of the router's product of T tokens in forward.
 
-        It is in float32; or in 16 bits with the weight split into three addends, which makes three times the columns,
-        and their sum in float32 (docs/benchmarks.md, "The roofline of a layer, counted").
+        It is in float32, four times as long as in 16 bits; or in 16 bits with the weight split into three addends,
+        which makes three times the columns, and their sum in float32 (docs/benchmarks.md, "The roofline of a layer,
+        counted").
         """
         E, D = self.model.num_experts, self.model.dim
         if not (self.stack.router_in_parts and splits_router_product(self.config)):
@@ -217,7 +221,8 @@ class BlockCosts(AttentionCosts):
         """Return (tokens, number) of the equal matrix products as which the experts' grouped product is priced.
 
         One product for each expert would be too slow a price, because the kernels of all experts fill the device
-        together.
+        together. So the tokens of a product are the geometric mean of R and an expert's R / local_experts, the latter
+        at least 256 if R is.
 
         Args:
             R: routed tokens of the rank.
@@ -309,12 +314,15 @@ class BlockCosts(AttentionCosts):
     def launches(self, fold: Fold, mode: str) -> float:
         """Return the host's seconds to launch a block for one microbatch, forward and backward.
 
-        `mode` is the block's mode of recomputation, such as "full". Of `fold` only matters whether tp > 1.
+        `mode` is the block's mode of recomputation: those of FULL take a third more. Of `fold` only matters whether
+        tp > 1.
         """
         return (self.stack.host_tp if fold.tp > 1 else self.stack.host) * (4 / 3 if mode in FULL else 1.0)
 
     def block(self, fold: Fold, samples: int, layer: int, choice: DispatchChoice, mode: str) -> Cost:
         """Return the cost of a block for one microbatch, forward and backward added up, recomputation included.
+
+        Messages that pairs hide are taken off. What FSDP sends and copies is not included.
 
         Args:
             mode: mode of recomputation of this block: "none", "selective", "moe" (of a dense block "none"),

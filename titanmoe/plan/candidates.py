@@ -107,7 +107,10 @@ class Candidates:
                     heappush(queue, (candidate.bound, i, j, candidate))
 
     def _groups(self, pp: int) -> Iterator[CandidateGroup]:
-        """Yield the groups of `pp` pipeline ranks whose candidates may fit into `limit`."""
+        """Yield the groups of `pp` pipeline ranks whose candidates may fit into `limit`.
+
+        They have microbatches of MICROBATCHES samples, tp and etp up to MOST_SPLIT, and degrees that divide evenly.
+        """
         config, stage, fields = self.config, self.world // pp, divided_fields(self.config)
         batch, seq_len, moe = config.training.global_batch_size, config.training.seq_len, moe_layers(config.model)
 
@@ -159,7 +162,7 @@ class Candidates:
         return max(seconds, launches) / fold.pp * (m + min(schedule.idle for schedule in schedules))
 
     def _bounded(self, group: CandidateGroup) -> Iterator[Candidate]:
-        """Yield the candidates of a group: each variant with each dispatcher, in halves or pairs if that is faster."""
+        """Yield the candidates of a group: each variant with each dispatcher, in halves or pairs if that saves 2 %."""
         totals, pricer, fold, samples = self.totals, self.pricer, group.fold, group.samples
         tp, cp, ep, etp, m, model = fold.tp, fold.cp, fold.ep, fold.etp, group.microbatches, self.config.model
         seconds = totals.non_experts(tp, cp, samples)
@@ -213,9 +216,11 @@ def _schedules(config: Config, pp: int, m: int) -> list[TriedSchedule]:
 def _dispatchers(config: Config, group: int, device: Device) -> list[str]:
     """Return the names of the dispatchers to try; the recipe's own if no other may replace it.
 
+    Those that work by node are tried only if the group spans several domains.
+
     Args:
         group: number of ranks of a dispatch group, ep x etp.
-        device: device, whose `domain` says whether the group spans several.
+        device: device, whose `domain` is the number of ranks on the fast link.
     """
     dispatcher = config.moe.dispatcher
     if not DISPATCHERS.look_up(dispatcher).search_tries:

@@ -176,6 +176,8 @@ class DispatchCosts:
     ) -> tuple[DispatchChoice, float]:
         """Return (choice, seconds of all experts) with overlap in pairs if that saves over 2 %, else both unchanged.
 
+        Unchanged too in halves, or with a dispatcher that cannot overlap.
+
         Args:
             choice: the dispatcher without pairs.
             seconds: seconds of all experts without pairs.

@@ -136,7 +136,7 @@ class GeneratorPlan:
 
     @property
     def bytes(self) -> int:
-        """Bytes while generating."""
+        """Bytes of weights, cache and activations. Communicators, messages and what training holds are not counted."""
         return self.weights + self.cache + self.activations
 
     def beside(self, memory: RankMemory) -> RankMemory:
@@ -225,7 +225,10 @@ class GeneratorCosts:
             raise ConfigError([f"generation: {problem}" for problem in error.problems]) from None
 
     def fastest(self) -> list[GeneratorPlan]:
-        """Return the plans of all legal mappings with tp and etp up to 16, fastest first, whether they fit or not."""
+        """Return the plans of all legal mappings with tp and etp up to 16, fastest first, whether they fit or not.
+
+        Plans within about 2 % are ordered by the device's time of a token, then by memory.
+        """
         plans, experts = [], moe_layers(self.model) > 0
         splits = [n for n in divisors(self.world) if n <= MOST_SPLIT]
         ep_degrees = [n for n in divisors(self.world) if self.model.num_experts % n == 0] if experts else [1]
@@ -328,13 +331,18 @@ class GeneratorCosts:
         return rounds * self.links.exchange(LinkGroup(self.world, 1), weights / rounds) + 4 * weights / self.bandwidth
 
     def _read(self, fold: Fold, prompts: int) -> float:
-        """Return the device's seconds of one forward of that many prompts of mean length on each data rank."""
+        """Return the device's seconds of one forward of that many prompts of mean length on each data rank.
+
+        Embedding and head are left out.
+        """
         choice, blocks = DispatchChoice(self.blocks.config.moe.dispatcher), self.blocks
         costs = (blocks.attention_and_ffn(fold, prompts, i, choice) for i in range(self.model.num_layers))
         return sum(attention[0].seconds + ffn[0].seconds for attention, ffn in costs)
 
     def _token(self, config: Config, fold: Fold, texts: int, token: int, text: int) -> float:
         """Return the device's seconds of a forward of one more token of each completion of a data rank.
+
+        The head is included; the caches are those of completions that are half done.
 
         Args:
             texts: completions of the data rank.

@@ -74,7 +74,8 @@ def _weights(key: ModelKey, tp: int, by_head: bool, router: bool, tuning: Tuning
 def muon_work(config: Config, fold: Fold) -> MuonWork:
     """Return the FLOPs and sent bytes of one step's Newton-Schulz per rank, the mean of all ranks.
 
-    Replicas repeat the work. The optimizer is taken to be Muon, whatever the recipe has.
+    Replicas repeat the work, and every rank that of the routers. The optimizer is taken to be Muon, whatever the recipe
+    has.
     """
     model, options = config.model, config.optimizer
     width = 8 if config.training.dtype == "float64" else WIDTHS[options.ns_dtype]

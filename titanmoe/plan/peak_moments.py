@@ -249,7 +249,7 @@ class PeakMoments:
         )
 
     def _stored_of_block(self, layer: int) -> int:
-        """Return the bytes of a rank's shard of a block's trained weights."""
+        """Return the bytes of a rank's shard of a block's trained weights, its experts' included."""
         s, width = self.s, self.weight_width
         experts = s.sizes.experts_of(layer).trained.stored_bytes(s.fold.edp, width) * has_experts(s.model, layer)
         return s.sizes.block(layer).trained.stored_bytes(fsdp(s.fold), width) + experts

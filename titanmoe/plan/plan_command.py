@@ -179,6 +179,9 @@ def _search(config: Config, args: argparse.Namespace, device: Device) -> Search:
 def _too_large(config: Config, args: argparse.Namespace, device: Device, nearest: PricedMapping) -> str:
     """Return the error message for a model that no mapping fits, with the single change that helps most.
 
+    Changes are twice the ranks, half the tokens of a sample (with [rl] half the texts at a time), and gradients reduced
+    in bfloat16. If the best is not enough, how many GPUs are, up to MOST_GPUS, is said too.
+
     Args:
         nearest: the mapping that comes closest to fitting. Searches for smaller models and more ranks compare with it.
     """

@@ -130,7 +130,7 @@ def is_tight(mapping: PricedMapping, device: Device) -> bool:
 
 
 def table(result: Search, device: Device, world: int) -> list[str]:
-    """Return the lines that `titanmoe plan` prints about the fastest mappings.
+    """Return the lines that `titanmoe plan` prints about the fastest mappings and the best unfolded one.
 
     Args:
         result: a search that found at least one mapping.

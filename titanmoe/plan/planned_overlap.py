@@ -32,8 +32,9 @@ def with_overlap(config: Config, overlap: str) -> Config:
 def planned_overlap(config: Config, world: int, device: Device) -> tuple[Config, str]:
     """Return the config with the fastest moe.overlap ("none", "halves" or "pairs") for "auto", and the reason as text.
 
-    If the recipe does not say "auto", return the config unchanged and "". All ranks get the same result without
-    communication, because it depends on the arguments alone.
+    If the recipe does not say "auto", return the config unchanged and "". Overlaps that are illegal under the mapping
+    are left out; whether their memory fits is not checked. All ranks get the same result without communication, because
+    it depends on the arguments alone.
 
     Args:
         config: recipe with a global batch size.

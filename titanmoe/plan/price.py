@@ -160,6 +160,8 @@ class Pricer(WeightCosts):
     def price(self, config: Config, fold: Fold, least: bool = False) -> Price:
         """Return the estimated time of a step by component, the tokens per second and the MFU.
 
+        Components of microbatches are those of the slowest pipeline rank. Memory is not checked, nor are laws.
+
         Args:
             config: the pricer's config, of which mapping, microbatch, schedule and recomputation may differ.
             least: whether to return a lower bound where all stages share the vocabulary, without a simulation of them:

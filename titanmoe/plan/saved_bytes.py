@@ -196,6 +196,9 @@ def dropped_bytes(s: Widths, layer: int, prefix: str) -> int:
 
     Args:
         prefix: first part of the adapters' names, "attention." or "moe.experts.", or "" for all others.
+
+    Returns:
+        The bytes; 0 unless lora.dropout is above 0.
     """
     if not s.drops_inputs:
         return 0
@@ -209,7 +212,10 @@ def dropped_bytes(s: Widths, layer: int, prefix: str) -> int:
 
 
 def input_bytes(s: Widths, layer: int) -> int:
-    """Return the bytes that a block saves before its mixer: the norm's input and scales, and the projections' input."""
+    """Return the bytes that a block saves before its mixer: the norm's input and scales, and the projections' input.
+
+    What attention's adapters save is among them; what nothing trained needs is not.
+    """
     flow, D, w = s.flows[layer], s.model.dim, s.w
     # The adapters' narrow products are saved for the gradients of B. Under dropout each A reads an input of its own.
     shared = flow.attention_weights and not s.drops_inputs

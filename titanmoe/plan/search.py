@@ -102,6 +102,8 @@ def evaluate(
 ) -> PricedMapping:
     """Return time and memory of the recipe's own mappings; "auto" overlap and dispatcher are resolved first.
 
+    Its mappings are that of training and, with [rl], that of the generator. Whether they fit is not checked.
+
     Args:
         config: recipe with a global batch size, whose mapping is legal.
         imbalance: routed tokens of the busiest rank over the mean.
@@ -249,6 +251,8 @@ def _fitting(mapping: PricedMapping, generators: Iterable[GeneratorPlan | None],
 def fits(config: Config, world: int, device: Device, factors: Factors) -> bool:
     """Return whether any legal mapping of `world` ranks fits into the devices' memory, with [rl] beside a generator.
 
+    Only mappings that the search tries count (titanmoe.plan.candidates).
+
     Args:
         config: recipe with a global batch size, whose own degrees are not used.
 
@@ -339,7 +343,7 @@ def _reshards(config: Config, candidate: Candidate, edp: int) -> list[str]:
 def with_mapping(config: Config, fold: Fold, candidate: Candidate, reshard: str) -> Config:
     """Return the recipe with the candidate's mapping, microbatch, schedule, recomputation, dispatcher and overlap.
 
-    `vocab` becomes "tensor"; schedule_csv and layers_per_stage become empty.
+    `vocab` becomes "tensor", activation_checkpoint.every 1; schedule_csv and layers_per_stage become empty.
 
     Args:
         fold: the candidate's degrees, with the replicas chosen.
