@@ -58,10 +58,11 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def measure(changes: dict[str, Any], experts_NSLK: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the log-probabilities of the labels (samples, length - 1) and the experts of all tokens. Collective.
+    """Open the debug recipe with `changes`; return log-probabilities of fixed random samples, and experts. Collective.
 
-    `changes` are new values of the recipe's fields by path. `experts_NSLK` are the experts that tokens are sent to, as
-    a call with the same samples per sequence returned them; None lets the routers choose.
+    The former are float64 on the CPU, (SAMPLES, LENGTH - 1); samples are packed as documents if training.seq_len is
+    longer than LENGTH. `changes` are new values of the recipe's fields by path. `experts_NSLK` are the experts that
+    tokens are sent to, as a call with the same samples per sequence returned them; None lets the routers choose.
     """
     run = titanmoe.open("debug", changes, trains=False)
     ids = torch.randint(0, 512, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(5))

@@ -2,11 +2,11 @@
 
     python scripts/bench/memory.py [--rounds 9] [--json FILE]
 
-Saved bytes are those of the storages allocated in a forward pass that outlive it, and of its input; the peak is that of
-a forward and a backward pass on top of the operands, including the head's gradient (128 MiB). Both are counted tensor
-by tensor (tests/support/live_bytes.py), without parameters. Times are CPU seconds of forward and backward on one thread
-over those of the first variant, the median over the rounds. All in float32. B samples, S positions, T tokens, R routed
-tokens, e experts, D model, F hidden width, V vocabulary.
+Saved bytes are those of the storages allocated in a forward pass that outlive it, of experts also their input; the peak
+is that of a forward and a backward pass on top of the operands, including the head's gradient (128 MiB). Both are
+counted tensor by tensor (tests/support/live_bytes.py), without parameters. Times are CPU seconds of forward and
+backward on one thread over those of the first variant, the median over the rounds. All in float32. B samples, S
+positions, T tokens, R routed tokens, e experts, D model, F hidden width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def experts(rounds: int, scale: int) -> Iterator[Row]:
-    """Yield a row for each implementation of experts: the bytes per token that it saves, and its relative time.
+    """Yield a row for each implementation of experts: bytes per token that it saves, input included; relative time.
 
     `scale` divides the numbers of tokens and channels; 1 for the sizes to measure.
     """
@@ -108,7 +108,7 @@ def experts(rounds: int, scale: int) -> Iterator[Row]:
 def latent_attention(rounds: int, scale: int) -> Iterator[Row]:
     """Yield a row for latent attention without and with selective recomputation: saved bytes per token, relative time.
 
-    `scale` divides the length and the model's width; 1 for the sizes to measure.
+    The bytes are without the input. `scale` divides the length and the model's width; 1 for the sizes to measure.
     """
     samples, length = 1, 512 // scale
     model = Model(
@@ -159,7 +159,7 @@ def loss(rounds: int, scale: int) -> Iterator[Row]:
 
 
 def init(module: nn.Module) -> nn.Module:
-    """Draw a module's weights at random, in place, and return the module."""
+    """Draw a module's weights from a normal distribution of std 0.02, in place, and return the module."""
     for weight in module.parameters():
         nn.init.normal_(weight, std=0.02)
     return module
@@ -181,7 +181,7 @@ def run(variant: Variant) -> None:
 def compare(variants: dict[str, Variant], rounds: int, measure: Callable[[Variant], float]) -> Iterator[Row]:
     """Yield a row for each variant: its name, what `measure` returns as "bytes", and "time" over the first variant's.
 
-    The time is the median ratio over the rounds.
+    The time is the median ratio over the rounds, after an untimed one; `measure` is called once, after all of them.
     """
     times: dict[str, list[float]] = {name: [] for name in variants}
     for round_number in range(rounds + 1):

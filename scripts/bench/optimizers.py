@@ -41,7 +41,7 @@ def read() -> list[dict]:
 
 
 def losses(optimizer: str, rate: float, seed: int, *options: str) -> list[float]:
-    """Train the debug model in a process of its own, and return the loss of each step, with 4 digits.
+    """Train the debug model in a process of its own, and return the loss of each step, to 4 decimals.
 
     `rate` is optimizer.lr; `options` are further words of the command line.
     """
@@ -112,7 +112,7 @@ def best(rows: list[dict], optimizer: str) -> float:
 
 
 def plot(rows: list[dict]) -> str:
-    """Return an SVG of loss by tokens at each optimizer's best rate, as the median of the seeds."""
+    """Return an SVG of the smoothed loss by tokens at each optimizer's best rate, as the median of the seeds."""
     curves, tokens = [], [float(BATCH * LENGTH * step) for step in range(1, STEPS + 1)]
     for color, optimizer in enumerate(OPTIMIZERS):
         rate = best(rows, optimizer)
@@ -132,7 +132,7 @@ def write(rows: list[dict]) -> None:
 
 
 def check() -> None:
-    """Run two steps of the first optimizer, and make table and plot as if all runs were equal. Writes nothing."""
+    """Run two steps of the first optimizer; print the table and make the plot of runs that all have these losses."""
     short = ["--training.steps", "2", "--training.seq_len", "16", "--training.global_batch_size", "1"]
     loss = losses(OPTIMIZERS[0], RATES[0], SEEDS[0], *short, "--training.local_batch_size", "1")
     runs = product(OPTIMIZERS, RATES, SEEDS)

@@ -73,7 +73,7 @@ def main() -> None:
 
 
 def shards(config: Config, runtime: Runtime) -> Targets:
-    """Build a model under the config's mapping; return its live weights. Collective over all ranks.
+    """Build a model under the config's mapping; return its live weights and persistent buffers. Collective.
 
     The result has (stored tensor's name, this rank's shard) by the weight's name.
     """

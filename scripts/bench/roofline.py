@@ -68,7 +68,8 @@ def recipe(model: str, tokens: int) -> Config:
 def ours(config: Config, gathered: bool) -> Counted:
     """Return how often each operation of the second of two layers of titanmoe runs, forward and backward.
 
-    `config` is from `recipe`; `gathered` says whether FSDP gathers the experts.
+    `config` is from `recipe`; `gathered` says whether FSDP gathers the experts. FSDP's gathers and reductions are
+    left out either way.
     """
     parallelism = replace(config.parallelism, reshard_after_forward="always" if gathered else "auto")
     rehearsal = rehearse(replace(config, parallelism=parallelism), 1, 0, AS_ON)
@@ -163,6 +164,7 @@ def fraction_of_peak(one: Operation, device: Device) -> float:
 def ceiling(counted: Counted, device: Device, usual: bool = False) -> float:
     """Return the highest MFU: model FLOPs over the FLOPs that the device could do in the time of the layer.
 
+    That time is the device's, with GAP after each kernel, or the host's, LAUNCH for each kernel, if that is longer.
     With `usual`, matmuls and attention run at the rates that they usually reach, instead of the peak.
     """
     peak = device.peak_bfloat16

@@ -36,7 +36,8 @@ LAYOUTS = {"copies": "two copies of the prompt", "shared": "one prompt"}
 def batch(text: int, pairs: int, layout: str) -> Batch:
     """Return a batch of one sample with pairs of completions, without padding, in a layout of `LAYOUTS`.
 
-    `text` is the number of tokens of a prompt and one completion.
+    Tokens are random and the same in each layout and call; only completions have labels. `text` is the number of tokens
+    of a prompt and one completion.
     """
     draw = np.random.default_rng(0)
     stem, completion = 3 * text // 4 - 1, text // 4 + 1  # each completion repeats the prompt's last token

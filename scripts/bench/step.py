@@ -103,7 +103,7 @@ class World:
     def steps(self, number: int, routing: str) -> tuple[float, float]:
         """Run steps on all ranks; return the mean seconds of one step, and its CPU seconds of all ranks together.
 
-        `routing` is "balanced" or "learned".
+        The seconds are those of the slowest rank. `routing` is "balanced" or "learned".
         """
         for rank in self.ranks:
             with contextlib.suppress(BrokenPipeError):  # of a rank that has ended: its reply is missing too
@@ -114,7 +114,7 @@ class World:
         return wall / number, cpu / number
 
     def stop(self) -> None:
-        """End the ranks and wait for them."""
+        """End the ranks and wait for them; kill each that has not ended after STOP_SECONDS."""
         for rank in self.ranks:
             with contextlib.suppress(BrokenPipeError):
                 rank.stdin.close()
@@ -312,7 +312,7 @@ def main() -> None:
 
 
 def machine() -> str:
-    """Return the name and number of this machine's CPU cores."""
+    """Return the name and number of this machine's CPU cores, and "avx512_bf16" if they have it, as one text."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
     wide = ", avx512_bf16" if any("avx512_bf16" in line for line in lines) else ""

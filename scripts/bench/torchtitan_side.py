@@ -67,7 +67,7 @@ def _import(device: str) -> None:
 
     Attention only uses kernels that save no scores; without one, it refuses. torch's DataParallelMeshDims, newer than
     2.11, is only used by other backends. On CPUs no accelerator means "cpu", and the memory monitor returns zeros.
-    Raises NotCompared if it cannot be imported.
+    Turns off this process's warnings, and its logging up to them. Raises NotCompared if it cannot be imported.
     """
     if sys.version_info < (3, 11):
         raise NotCompared("torchtitan needs Python 3.11")
@@ -163,7 +163,10 @@ def _balance_shards(router: Any) -> None:
 
 
 def equivalent_model(model: Model) -> str:
-    """Return TorchTitan's family with the same layers, "deepseek_v3" or "qwen3"; raise NotCompared if there is none."""
+    """Return TorchTitan's family with the same layers, "deepseek_v3" or "qwen3"; raise NotCompared if there is none.
+
+    Looks only at latent attention, MTP, QK norm, normalization of top-k weights, and whether there are shared experts.
+    """
     if model.kv_lora_rank and not model.mtp_depth:
         return "deepseek_v3"
     if model.qk_norm == "head" and model.num_experts and model.norm_topk and not model.shared_hidden:
@@ -224,7 +227,7 @@ def _spec(model: Model, seq_len: int) -> Any:
     return spec
 
 
-def _same_size(spec: Any, model: Model) -> None:
+def _check_size(spec: Any, model: Model) -> None:
     import torch
 
     from titanmoe.models.count import parameters
@@ -272,7 +275,7 @@ class Side:
 
         training, parallelism, optimizer = config.training, config.parallelism, config.optimizer
         spec = _spec(config.model, training.seq_len)
-        _same_size(spec, config.model)
+        _check_size(spec, config.model)
         if device == "cpu":
             spec.parallelize_fn = _plain_sums(spec.parallelize_fn)
         tokenizer, loader = _no_tokenizer(), _random_tokens(config.model.vocab_size)

@@ -57,7 +57,7 @@ GROUPS = {
 
 @dataclass
 class Kernel:
-    """A kernel that ran on the GPU. Times are in microseconds."""
+    """A kernel, copy or memset that ran on the GPU. Times are in microseconds."""
 
     name: str
     begin: float
@@ -67,7 +67,7 @@ class Kernel:
     operation: str = ""
     """Name of the torch operation that launched it; "" if unknown."""
     floor: float = 0.0
-    """Least time of that operation by its FLOPs and bytes; 0 if unknown."""
+    """Least time of that operation by its FLOPs and bytes, at its longest kernel; 0 at its others, and if unknown."""
 
 
 @dataclass(kw_only=True)
@@ -81,7 +81,7 @@ class Summary:
     idle_after_waits: float
     """Time in which the GPU had no work because the host had waited for it."""
     waits: int
-    """Number of times that the host waited for the GPU."""
+    """Number of times that the host waited for the GPU, copies of more than 100 microseconds included."""
     kernels: list[Kernel]
     layers: int
     groups: dict[str, list[Kernel]] = field(default_factory=dict)
@@ -118,7 +118,7 @@ class Summary:
         return f"{time / 1e3:9.3f} {time / self.busy:6.1%} {len(kernels):6} {part:>9}  {name}"
 
     def longest(self, most: int) -> list[str]:
-        """Return a table's line for each of the `most` kinds of kernels that took longest in total."""
+        """Return a table's line for each of the `most` (kernel name, operation) pairs that took longest in total."""
         rows: dict[tuple[str, str], list[Kernel]] = defaultdict(list)
         for kernel in self.kernels:
             rows[kernel.name, kernel.operation].append(kernel)
