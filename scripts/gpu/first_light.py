@@ -188,7 +188,9 @@ PRETEND = [
 def run_part(part: Part, folder: Path, environment: dict[str, str], left: float) -> Result:
     """Run one part and return its result; its log and JSON file stay in `folder`.
 
-    `left` are the seconds that are left for all parts, a limit beside the part's own.
+    It failed if its exit status is neither 0 nor UNSUPPORTED, a row is not ok, or its results cannot be read. A late
+    part gets SIGABRT, then SIGKILL; processes that a part leaves are killed. `left` are the seconds that are left for
+    all parts, a limit beside the part's own.
     """
     name = part.name.replace(" ", "-")
     rows_file, files = folder / f"{name}.json", folder / name
@@ -270,7 +272,8 @@ def about_machine() -> dict[str, str]:
 def table(report: dict[str, Any]) -> str:
     """Return the report as Markdown tables, cut after TABLE_LINES lines: failures, each part's result, then figures.
 
-    The report has "about", "command" and "results", as in results.json.
+    At most 16 failures are named, and ROWS_OF_A_PART figures of each part. The report has "about", "command" and
+    "results", as in results.json.
     """
     results = report["results"]
     lines = [", ".join(f"{key} {value}" for key, value in report["about"].items()) + ".", f"`{report['command']}`", ""]
@@ -336,7 +339,10 @@ def install_wheels(folder: Path) -> str:
 
 
 def publish(files: list[Path]) -> None:
-    """Write the table of these results.json into docs/benchmarks.md, each part as the last file with it has it."""
+    """Write the table of these results.json into docs/benchmarks.md, each part as the last file with it has it.
+
+    Only parts in PUBLISHED keep their figures; machine and date are those of the first file.
+    """
     report, *later = (json.loads(file.read_text()) for file in files)
     for new in later:
         newer = {result["name"] for result in new["results"]}

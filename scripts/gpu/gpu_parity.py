@@ -86,9 +86,11 @@ def differences(got: Run, want: Run, with_weights: bool) -> dict[str, float]:
 
 
 def exact(family: str, side: Side, dtype: str, changes: Changes, steps: int, documents: bool = False) -> Result:
-    """Compare steps on a device with the CPU's; the result's error is the largest relative one.
+    """Compare steps on a device with the CPU's, from the same weights; the result's error is the largest relative one.
 
-    In float32 a seed is used with which choices of experts do not depend on rounding; ValueError if there is none.
+    The number of different choices of experts counts as such an error. Weights are compared only after several steps in
+    float64. In float32 a seed is used with which choices of experts do not depend on rounding; ValueError if there is
+    none.
 
     Args:
         family: the model family.
@@ -117,8 +119,9 @@ def bf16(
 ) -> Result:
     """Compare a step in bfloat16; the result's error is the largest ratio of the device's error to the CPU's.
 
-    The ratio is that of the loss or of one gradient. An error is |x - x64| / |x64| in the 2-norm, with x64 from float64
-    on the CPU; smaller errors than 4 roundings, 4 u, count as these.
+    The ratio is that of the loss or of one gradient; norm and weights are not compared. An error is |x - x64| / |x64|
+    in the 2-norm, with x64 from float64 on the CPU; errors of the CPU below 4 roundings, 4 u, count as these. Routing
+    is balanced unless `changes` say otherwise.
 
     Args:
         family: the model family.
@@ -237,8 +240,8 @@ def scratch() -> tempfile.TemporaryDirectory:
 def resumed(side: Side, name: str, *more: str) -> Result:
     """Compare the losses of steps 3 and 4 of an uninterrupted run and of one resumed at step 2, both on a device.
 
-    `name` is the folder for the runs in `scratch`, `more` are options of both. Raises RuntimeError if a run fails or
-    does not report each step's loss.
+    They may differ by 1e-6, with --training.deterministic not at all. `name` is the folder for the runs in `scratch`,
+    `more` are options of both. Raises RuntimeError if a run fails or does not report each step's loss.
     """
     uninterrupted, rest = (Path(scratch().name) / name / run_name for run_name in ("uninterrupted", "resumed"))
     outputs([training_command(uninterrupted, side, *more)])
@@ -254,7 +257,8 @@ def resumed(side: Side, name: str, *more: str) -> Result:
 def generated(side: Side) -> Result:
     """Compare what a checkpoint generates on the CPU and on the device, greedily, in float32.
 
-    The result's error is the number of prompts whose lines differ.
+    The checkpoint is that of the check "resume"; without one the device trains it first. The result's error is the
+    number of prompts whose lines differ.
     """
     folder = Path(scratch().name) / "resume" / "uninterrupted"
     if not folder.exists():

@@ -75,7 +75,7 @@ class Rank:
 
     @contextmanager
     def forbidding_host_syncs(self) -> Iterator[None]:
-        """Make torch raise an error where the host waits for the GPU, within this context."""
+        """Make torch raise an error where the host waits for the GPU, within this context. On CPUs it does nothing."""
         if self.device.type != "cuda":
             yield
             return
@@ -96,6 +96,8 @@ def work(
     environment: dict[str, str],
 ) -> None:
     """Run a check in this forked process as one rank, report its figures or error in a file, and end the process.
+
+    Its exit status is 0 even after an error. The process group is gloo's, on a GPU too.
 
     Args:
         check: the check, which returns its figures.

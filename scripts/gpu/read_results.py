@@ -40,7 +40,10 @@ def read_pytest(log: str, results: str) -> list[Row]:
 
 
 def read_layers(log: str, results: str) -> list[Row]:
-    """Return rows for each model and side in the results of layers.py: its steps, each error, and a layer's modules."""
+    """Return rows for each model and side in the results of layers.py: its steps, each error, and a layer's modules.
+
+    Errors make failed rows, "not compared" does not.
+    """
     rows = []
     for row in json.loads(results or "{}").get("rows", []):
         name = f"{row['shape']} {row['side']}"

@@ -203,7 +203,7 @@ def forward_backward(forward: Callable[..., Tensor], inputs: tuple[Tensor, ...],
 
 
 def compare(got: list[Tensor], want: list[Tensor]) -> dict[str, Any]:
-    """Return "differ by", the largest difference over a tensor's largest number, and "equal", such as "3 of 3" tensors.
+    """Return "differ by", the largest relative difference, and "equal", how many tensors are bitwise equal: "3 of 3".
 
     Differences are relative to the largest number of each tensor in `want`. Raises AssertionError if one reaches 1e-2,
     or if a wanted tensor is zero or not finite.
@@ -255,8 +255,9 @@ def one_rank(here: Rank, plain_memory: bool) -> dict[str, Any]:
 def two_ranks(here: Rank, plain_memory: bool) -> dict[str, Any]:
     """Compare the symmetric-memory dispatcher on two ranks with all-to-all over gloo; return the differences.
 
-    Forward and backward, with each expert on one rank, then sharded over both. `plain_memory` is False, because ranks
-    cannot share it. Collective over both ranks. Raises AssertionError if the dispatchers differ.
+    Forward and backward through toy experts, eager and as one graph, with each expert on one rank, then sharded over
+    both. `plain_memory` is False, because ranks cannot share it. Collective over both ranks. Raises AssertionError if
+    the dispatchers differ.
     """
     prepare(here, plain_memory)
     collectives._ops = OverHost(here.device)
@@ -276,7 +277,7 @@ def two_ranks(here: Rank, plain_memory: bool) -> dict[str, Any]:
 
 
 def speed(here: Rank, plain_memory: bool) -> dict[str, Any]:
-    """Time a dispatch of Qwen3's size beside a copy of as many bytes, and both dispatchers without experts.
+    """Time a dispatch of Qwen3's size, a copy of as many bytes, and both dispatchers without experts, forward only.
 
     Returns the "MiB" of the dispatched tokens, and "GB/s" and "ms" of each operation by name.
     """
@@ -323,6 +324,8 @@ def main() -> int:
         name: str, of: Callable[..., dict], limit: float, ranks: int = 1, plain: bool = False, **ask: str
     ) -> bool:
         """Run one check in processes of its own, record its row, and return whether it passed.
+
+        An unsupported check has not passed, nor has one for which less than SPARE seconds are left, which does not run.
 
         Args:
             name: name of the row.

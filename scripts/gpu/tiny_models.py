@@ -188,7 +188,8 @@ PRETENDED = {"moe.router_product": "float32", "parallelism.attention_backend": "
 def config_of(family: str, changes: Changes, side: Side) -> Any:
     """Return the config of the tiny model of a family on a device, in float64 unless `changes` say otherwise.
 
-    `changes` are options that differ from the tiny model's, by path, such as "moe.force_balance".
+    compile.enable has an effect only if `side` has a backend; a pretended GPU has the options PRETENDED. `changes` are
+    options that differ from the tiny model's, by path, such as "moe.force_balance".
     """
     changes = changes | (PRETENDED if side.pretended else {})
     if changes.get("compile.enable"):
@@ -207,6 +208,8 @@ def run(
     family: str, changes: Changes, side: Side, steps: int = 1, documents: bool = False, initial: Run | None = None
 ) -> Run:
     """Train a tiny model for some steps on a device and return the results.
+
+    Gradients and choices of experts are those of the first step. Adapters begin with random B, not with zeros.
 
     Args:
         family: The model family.
