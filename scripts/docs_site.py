@@ -77,6 +77,9 @@ def breakable(code: re.Match[str]) -> str:
 
 
 def on_page_content(html: str, **_: object) -> str:
-    """Return a page's HTML with marks where code may break between words. A hook of mkdocs."""
+    """Return a page's HTML with marks where inline code may break, and options unbroken also in blocks of code.
+
+    A hook of mkdocs.
+    """
     html = re.sub(r"(?<=</span>)--?\w+(?:-\w+)*", OPTION, html)  # in blocks
     return re.sub(r"(?<!</span>)<code>([^<]+)</code>", breakable, html)

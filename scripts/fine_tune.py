@@ -52,7 +52,7 @@ def ask_titanmoe(*model: str) -> list[dict[str, Any]]:
 
 
 def ask_transformers(folder: str) -> list[dict[str, Any]]:
-    """Let transformers complete each question in ASKED with the model exported to a folder.
+    """Let transformers complete each question in ASKED, greedily, with the model exported to a folder.
 
     Returns a dict for each: prompt_tokens and tokens, both lists of ids, and text, without the end of the completion.
     """

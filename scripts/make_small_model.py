@@ -36,7 +36,10 @@ VOCABULARY = 400
 
 
 def conversations() -> list[list[dict[str, str]]]:
-    """Return the chats to train on, each a list of messages with "role" and "content"."""
+    """Return the chats to train on, each a list of messages with "role" and "content".
+
+    Each country is asked for in each way of QUESTIONS; further chats ask for two countries, one after the other.
+    """
     texts = [
         [("user", question.format(country)), ("assistant", f"{capital}.")]
         for country, capital in CAPITALS.items()

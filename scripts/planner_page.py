@@ -7,7 +7,8 @@
 
 Published runs are rows of tests/data/published_runs.jsonl and published_later.jsonl, each with its source. Rows with
 "split" = "calibration" were chosen before anything was compared, those with "fit" have fitted a figure of their stack:
-both are left out of errors in time. Rows with "not_judged", the reason, are shown apart.
+both are left out of the errors by source, but of sources named "(fit)". Rows with "not_judged", the reason, are shown
+apart.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ def model_of(family: str, size: str) -> Model:
 
 
 def stack_of(row: Json) -> Stack:
-    """Return the software stack that a published run used."""
+    """Return the stack that prices a published run: AutoModel, TorchTitan for names in lower case, else Megatron."""
     software = row["framework"]
     return AUTOMODEL if "AutoModel" in software else TORCHTITAN if software[0].islower() else MEGATRON
 
@@ -178,7 +179,7 @@ def published_step(row: Json) -> float | None:
 
 
 def price_of(row: Json, factors: Factors) -> Row:
-    """Price a published run of ROWS. Its routing is learned unless it was forced or a capacity of 1 drops the rest."""
+    """Price a published run. Routing is even if ep is 1, it was forced or capacity drops the rest; else as learned."""
     (config, fold), stack = run_of(row), stack_of(row)
     forced = row["ep"] == 1 or any(word in (row["routing"] or "") for word in ("capacity", "balance"))
     imbalance = 1.0 if forced else stack.busiest
@@ -187,9 +188,9 @@ def price_of(row: Json, factors: Factors) -> Row:
 
 
 def priced_rows(rows: list[Json], factors: Factors, comparable: bool = True) -> list[Row]:
-    """Price the runs of known models whose length, batch and time are stated.
+    """Price the runs marked "comparable", or, if `comparable` is False, those with "not_judged".
 
-    Unless `comparable`, these are not the runs marked "comparable", but those with "not_judged".
+    Runs of unknown models and runs whose length, batch or time is not stated are left out.
     """
     stated = (row for row in rows if "preset" in row and row["seq"] and row["gbs"] and published_step(row))
     wanted = (row for row in stated if (row["comparable"] if comparable else "not_judged" in row))
@@ -240,7 +241,8 @@ def quantile(values: list[float], fraction: float) -> float:
 def by_source(priced: list[Row], not_judged: list[Row]) -> list[Cells]:
     """Return the cells of a table with a row for each source: runs, and median, mean and worst error.
 
-    Then come all rows that fitted nothing, and each reason of `not_judged`. The median is that of absolute errors.
+    Runs that fitted something count only in sources named "(fit)". Then come all rows that fitted nothing, and each
+    reason of `not_judged`. The median is that of absolute errors.
     """
     errors = {
         name: [one.error for one in priced if belongs(one.row) and ("fit" in name or not one.fitted)]
@@ -256,9 +258,9 @@ def by_source(priced: list[Row], not_judged: list[Row]) -> list[Cells]:
 
 
 def ranges(priced: list[Row], not_judged: list[Row]) -> dict[str, float]:
-    """Return the error that four of five published runs do not exceed, by kind of mapping.
+    """Return the absolute error that four of five published runs do not exceed, by kind of mapping.
 
-    Of `not_judged`, launch-bound runs count too: no plan knows the host either.
+    Runs that fitted something count too. Of `not_judged`, launch-bound runs count too: no plan knows the host either.
     """
     errors = defaultdict(list)
     for one in priced + [one for one in not_judged if one.kind == "launch-bound"]:
@@ -268,6 +270,8 @@ def ranges(priced: list[Row], not_judged: list[Row]) -> dict[str, float]:
 
 def order(priced: list[Row]) -> tuple[list[tuple[float, float]], list[bool], float]:
     """Compare how the planner orders mappings of one model, batch and world with the order that the paper published.
+
+    Runs that fitted something count too; runs of other sources than the paper do not.
 
     Returns for each two mappings the longer published step over the other, as published and as planned; for each model,
     batch and world whether the planner names the fastest; and the error of ratios that four of five do not exceed.
@@ -294,7 +298,7 @@ def json_lines(rows: Iterable[Json]) -> str:
 
 
 def every_row(priced: list[Row]) -> str:
-    """Return the text of docs/planner_rows.jsonl."""
+    """Return the text of docs/planner_rows.jsonl: a line for each run, with published and planned seconds of a step."""
     return json_lines(
         {
             "row": one.row["id"],
@@ -338,7 +342,11 @@ SAVED_ALIKE = (None, "none", "core_attn", "full")
 
 
 def published_peaks(rows: list[Json]) -> list[tuple[Json, str, float, int]]:
-    """Return (row, a value of MEASURES, published bytes, planned bytes) of each published peak that can be compared."""
+    """Return (row, a value of MEASURES, published bytes, planned bytes) of each published peak that can be compared.
+
+    These are of known models with recomputation in SAVED_ALIKE; runs with the same two figures count once. The planned
+    bytes are those of the fullest rank.
+    """
     peaks = {}
     for row in rows:
         if row["peak_mem_gib"] and "preset" in row and row["recompute"] in SAVED_ALIKE:
@@ -441,7 +449,7 @@ SETTINGS: dict[str, Callable[[Config, int], tuple[list[str], int]]] = {
 
 
 def folding_gains() -> list[Json]:
-    """Find the fastest mapping and the fastest unfolded one of each recipe and setting.
+    """Find and print the fastest mapping and the fastest unfolded one on H100s of each recipe for GPUs and setting.
 
     Returns:
         A dict for each: "recipe", "setting", "ranks", "changed" (the setting's options); and "best" and "unfolded", if
@@ -512,7 +520,10 @@ def folding_cells(row: Json) -> Cells:
 
 
 def folding_tables(gains: list[Json]) -> str:
-    """Return two Markdown tables: what folding gains for each recipe, and the mappings with a gain above TIE."""
+    """Return two Markdown tables: what folding gains for each recipe, and the mappings with a gain above TIE.
+
+    The second has also the recipes that no unfolded mapping fits.
+    """
     by_recipe: dict[str, list[str]] = defaultdict(list)
     for row in gains:
         cell, _, words = verdict(row).partition(", ")

@@ -59,8 +59,8 @@ def find_ranks(device: str) -> tuple[int, str]:
 def configure(extra: list[str]) -> tuple[int, list[str], Config]:
     """Choose and print the number of ranks and a mapping for this machine; `extra` are the user's options.
 
-    Returns the number of ranks, the options that this script adds to the user's, and the config with both. Raises
-    ConfigError if that cannot run.
+    Returns the number of ranks, the options that this script adds to the user's, none of which it replaces, and the
+    config with both. Raises ConfigError if that cannot run.
     """
     recipe = load(["--config", RECIPE], COMPONENTS, lambda config: [])
     asked = load(["--config", RECIPE, *extra], COMPONENTS, lambda config: [])

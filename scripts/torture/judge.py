@@ -83,9 +83,10 @@ def expect_end_and_restart(run: Run) -> None:
 
 
 def expect_report(run: Run, restarted: bool | None = None) -> None:
-    """Raise Wrong unless all ranks end in time and the last message is a report that names only the struck rank.
+    """Raise Wrong unless all ranks end in time and the last error line says that the struck rank is late or gone.
 
-    The ranks and the time are those that `Run.record_strike` recorded.
+    Other ranks may be named beside it. In time is TIMEOUT_S + 10 seconds from `Run.record_strike`; a traceback before
+    that line is wrong too.
 
     Args:
         run: the run, one of whose ranks was struck; gets the figure of the seconds until all had ended.

@@ -131,7 +131,7 @@ def slow_disk_and_kill(run: Run) -> None:
 
 
 def fail_reads(run: Run) -> None:
-    """Kill the run and start it again with failing first reads of its checkpoints, as on a slow file server."""
+    """Kill the run and start it again; one to four early reads of its checkpoints fail on one rank."""
     start_and_kill_launcher(run)
     fault = {
         "do": "fail",

@@ -111,7 +111,8 @@ def at_signal(do, path="", seconds=0.0, **_):
 
     Args:
         do: "leave": end with exit code 0; "deadlock": wait for ever; "skip": make the next call of a function return
-            its first argument; "barrier": make it wait for all ranks first; "slow": make all later calls take longer.
+            its first argument and do nothing; "barrier": make it wait for all ranks first; "slow": make all later calls
+            take longer.
         path: the function that the last three change, MODULE:FUNCTION or MODULE:CLASS.METHOD, imported by then.
         seconds: delay of each call of the function, for "slow".
     """
@@ -150,7 +151,7 @@ def at_signal(do, path="", seconds=0.0, **_):
 
 
 def after_steps(do):
-    """Call do(optimizer, number from 1 on) after each optimizer step of this process. Needs torch imported."""
+    """Register a hook that calls do(optimizer, number from 1 on) after each optimizer step. Needs torch imported."""
     made = itertools.count(1)
     hook = sys.modules["torch.optim.optimizer"].register_optimizer_step_post_hook
     hook(lambda optimizer, *_: do(optimizer, next(made)))
