@@ -29,7 +29,7 @@ MAX_SHOWN = 12
 
 
 def view_of(parameter: torch.Tensor) -> View:
-    """Return whether the parameter is on the experts' or on the attention's mesh."""
+    """Return "experts" for a DTensor on the experts' mesh, "attention" for any other tensor."""
     on_experts = isinstance(parameter, DTensor) and "edp" in parameter.device_mesh.mesh_dim_names
     return "experts" if on_experts else "attention"
 
@@ -48,7 +48,8 @@ def sharded_axes(parameter: torch.Tensor) -> dict[str, bool]:
 def sums_in_backward(axis: str, is_sharded: dict[str, bool]) -> bool:
     """Return whether a gradient is summed over this axis of the mapping during backward, not after it as a router's is.
 
-    `is_sharded` is the parameter's `sharded_axes`.
+    Backward sums gradients of experts, and of what FSDP shards, over the axes in DATA. `is_sharded` is the parameter's
+    `sharded_axes`.
     """
     return axis in DATA and ("edp" in is_sharded or is_sharded["dp_shard"])
 
@@ -101,7 +102,7 @@ def axes_of(fold: Fold, seen: View) -> dict[str, int]:
 
 
 def differing_axes(fold: Fold, seen: View, ranks: Iterable[int]) -> set[str]:
-    """Return the axes of a view along which the first rank differs from the others, at least one.
+    """Return the axes of a view along which the first of two or more ranks differs from any of the others.
 
     If it differs from some of them along a single axis, only such axes are returned.
     """
@@ -112,9 +113,9 @@ def differing_axes(fold: Fold, seen: View, ranks: Iterable[int]) -> set[str]:
 
 
 def axes_apart(fold: Fold, seen: View, wrong: set[int], right: set[int]) -> dict[str, set[int]]:
-    """Return the axes of a view on which right and wrong shards share no position, with those of the wrong ones.
+    """Return the axes of a view on which right and wrong shards share no position, with the wrong ones' positions.
 
-    `wrong` and `right` are ranks; {} is returned if there are none of either.
+    `wrong` and `right` are ranks; {} is returned if one of the two is empty.
     """
     out = {}
     for axis in axes_of(fold, seen) if wrong and right else ():
@@ -127,7 +128,7 @@ def axes_apart(fold: Fold, seen: View, wrong: set[int], right: set[int]) -> dict
 def constant_factor(got: torch.Tensor, want: torch.Tensor) -> float | None:
     """Return the factor by which a full tensor is wrong; None if that is about 1, or not the same for all elements.
 
-    `got` and `want` are in float64.
+    It is None also if `want` is zero or `got` is not finite. `got` and `want` are in float64.
     """
     scale = float(want.abs().max())
     if scale == 0.0 or not bool(got.isfinite().all()):
@@ -159,7 +160,7 @@ def describe_failure(
     differ: Mapping[str, tuple[tuple[int, ...], ...]] | None = None,
     times: Callable[[str], float | None] = lambda name: None,
 ) -> str:
-    """Return the text of the failure.
+    """Return the text of the failure: up to MAX_SHOWN wrong tensors, worst first, their ranks, and suspected axes.
 
     Args:
         fold: the mapping.
@@ -252,7 +253,7 @@ def _in_common(
 def describe_wrong_gradients(
     fold: Fold, shards: Shards, got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], allowed: float
 ) -> str:
-    """Return the failure's text for full gradients, given by name.
+    """Return the failure's text for full gradients, given by name, even if none is wrong.
 
     Args:
         fold: the mapping.

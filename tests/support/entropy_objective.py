@@ -32,5 +32,5 @@ class EntropyBonus(Objective):
 
 
 def mean(head: reference.HeadOutput, tokens: reference.Tokens) -> Tensor:
-    """Return the mean over labels of cross-entropy - BONUS * entropy, from the scores of tests/reference.py."""
+    """Return the mean over labels of cross-entropy - BONUS * entropy, of the reference model (tests/reference.py)."""
     return (head.loss_GS - BONUS * head.entropy_GS).sum() / (tokens.labels_GS != IGNORE).sum()

@@ -61,7 +61,7 @@ CASES: tuple[dict[str, Any], ...] = (
 
 @contextmanager
 def replace_gradients(modules: Iterable[nn.Module], unsharded: Iterable[nn.Parameter], value: float) -> Iterator[None]:
-    """Return a context in which every parameter's local gradient on this rank is `value`.
+    """Return a context in which backward gives every parameter the gradient `value` on this rank, before any sum.
 
     FSDP must allocate its unsharded weights in this context. `modules` are those of the model, `unsharded` the expert
     weights that FSDP does not manage.
@@ -94,8 +94,8 @@ def replace_gradients(modules: Iterable[nn.Module], unsharded: Iterable[nn.Param
 def contributing_ranks(parameters: dict[str, nn.Parameter], microbatches: int) -> dict[str, tuple[int, ...]]:
     """Return the ranks whose local gradients were added to each parameter's, by name and in ascending order.
 
-    Local gradients were BASE**rank on every rank, in each of the microbatches. Parameters of which this rank holds no
-    elements are left out.
+    Local gradients were BASE**rank on every rank, in each of the microbatches. Asserts that each was added once, to an
+    embedding or head at most twice. Parameters of which this rank holds no elements are left out.
     """
     counts = {}
     for name, parameter in parameters.items():
@@ -126,7 +126,8 @@ def axes_of_group(fold: Fold, seen: str, ranks: tuple[int, ...], rank: int) -> s
 def table_of_step(changes: dict[str, Any]) -> dict[str, dict[str, str]]:
     """Return for each of this rank's parameters and each axis of several ranks what sums its gradient.
 
-    Makes a step with replaced gradients; collective over the world. `changes` are recipe keys.
+    The answer comes from placements (`what_sums`); a forward and backward with replaced gradients, and no update,
+    assert it. Collective over the world. `changes` are recipe keys.
     """
     trainer = parity.make_trainer(changes, loader=parity.samples())
     fold, rank, batches = trainer.training.fold, dist.get_rank(), trainer.training.loader.next_step()

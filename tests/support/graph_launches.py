@@ -71,7 +71,8 @@ def config_of(recipe: str, ep: int) -> Config:
 def eager_costs(config: Config, ep: int) -> Costs:
     """Return the costs of the first MoE layer without torch.compile, from a rehearsal of rank 0.
 
-    `config` is from `config_of`, for the same ep.
+    Attention and FSDP's messages are left out, those of the dispatcher count. `config` is from `config_of`, for the
+    same ep.
     """
     rehearsal, costs = rehearse(config, ep, 0, "h100"), {"forward": Cost(), "backward": Cost()}
     layer = f"layers.{rehearsal.moe_layers[0]}"

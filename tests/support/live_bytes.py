@@ -72,6 +72,9 @@ def saved_bytes(function: Callable[[], torch.Tensor], but: Iterable[torch.Tensor
 
 
 def bytes_alive() -> int:
-    """Return the bytes of the storages of all tensors that Python code of this process refers to."""
+    """Return the bytes of the storages of all CPU tensors and parameters that Python code of this process refers to.
+
+    Tensors that only C++ holds, such as those saved for backward, and tensors of subclasses are left out.
+    """
     plain = (x for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter) and x.device.type == "cpu")
     return sum({x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in plain}.values())

@@ -32,7 +32,7 @@ class Pairs(Objective):
 def mean(head: reference.HeadOutput, tokens: reference.Tokens) -> Tensor:
     """Return the mean over pairs of -log sigmoid(BETA * (log p of sample 2i - log p of sample 2i + 1)).
 
-    `scores` are those of the reference model (tests/reference.py), summed over the labels of each sample here.
+    log p is that of the reference model (tests/reference.py), summed over the labels of a sample.
     """
     total = head.loss_GS.sum(1)
     pairs = [torch.log1p(torch.exp(BETA * (total[i] - total[i + 1]))) for i in range(0, len(total), 2)]

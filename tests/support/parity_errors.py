@@ -48,9 +48,10 @@ def worst_error(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> 
 
 
 def compare(got: Outcome, want: reference.Run, config: Config) -> dict[str, float]:
-    """Return the largest relative errors of a run's metrics, gradients and updated weights, by name.
+    """Return the largest relative errors, over steps and layers, of a run's metrics, gradients and weights, by name.
 
-    "grads" are those of the first step. `config`, the recipe of both, says what there is to compare.
+    "grads" are those of the first step, "weights" and "bias" those after the last; "dropped" is an absolute error.
+    `config`, the recipe of both, says what there is to compare.
     """
     errors: dict[str, float] = {}
 
@@ -96,9 +97,10 @@ def largest_gain(steps: Coefficients) -> float:
 
 
 def tolerance(config: Config) -> float:
-    """Return the error that is allowed, by the narrowest dtype involved; the reference model's own is negligible.
+    """Return the relative error that is allowed, by the narrowest dtype involved; the reference model's is negligible.
 
-    Newton-Schulz steps of Muon amplify rounding errors: TOLERANCE is for five classic ones, and grows with their gain.
+    Newton-Schulz steps of Muon amplify rounding errors: TOLERANCE is for five classic ones, and grows with their gain,
+    but in float64 alone.
     """
     dtypes = {getattr(config.training, key.removeprefix("training.")) for key in NUMERICS}
     if "bfloat16" in dtypes:

@@ -103,7 +103,8 @@ def copy_tree(to: Path) -> Path:
 def first_failed_test(status: int, output: str) -> str:
     """Return the id of the first test that failed, without its parameters, or SURVIVED.
 
-    `status` is pytest's exit status, `output` what it printed. Raises RuntimeError if no test has run.
+    `status` is pytest's exit status, `output` what it printed. Raises RuntimeError if no test has run or pytest was
+    killed.
     """
     if status == 0:
         return SURVIVED
@@ -117,7 +118,7 @@ def run_mutant(mutant: Mutant, tree: Path, number: int) -> str:
     """Plant a bug in the copied tree, run its tests, remove the bug; return the first test that failed, or SURVIVED.
 
     `number` is another one for each bug, from 1 on: the file's time, by which Python recompiles it. Raises ValueError
-    if the table of bugs is out of date, RuntimeError if no test has run.
+    if the table of bugs is out of date, RuntimeError if no test has run or the tests took longer than TIMEOUT_S.
     """
     (file, wrong), output = plant(mutant, tree), tree / "output"
     right = file.read_text()

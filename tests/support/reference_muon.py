@@ -48,9 +48,10 @@ def newton_schulz(x: Tensor, kind: str, steps: int, small: float) -> Tensor:
 
 
 def rows_of(model: Model, name: str, rows: int, by_head: bool) -> list[list[int]]:
-    """Return the row numbers of each matrix that Muon treats on its own in a weight.
+    """Return the row numbers of each matrix that Muon treats on its own in a weight: mostly one with all rows.
 
-    `name` is the weight's full name, `rows` the number of its rows, of experts of one expert's.
+    Fused weights of latent attention are divided, and with `by_head` attention's projections into heads. `name` is the
+    weight's full name, `rows` the number of its rows, of experts of one expert's.
     """
     latent, nope, value = model.kv_lora_rank, model.qk_nope_head_dim, model.v_head_dim
     every, leaf = list(range(rows)), name.split(".")[-2]
@@ -81,7 +82,10 @@ def head_width(model: Model, name: str, leaf: str) -> int:
 
 
 def is_matrix(name: str, weight: Tensor, router: bool) -> bool:
-    """Return whether Muon trains the weight; `router` says whether it trains routers."""
+    """Return whether Muon trains the weight; `router` says whether it trains routers.
+
+    It never trains the embedding, the head, norms, biases, convolutions and narrow gates such as wb.
+    """
     if name.endswith("router.weight"):
         return router
     if weight.dim() < 2 or name.startswith(("embed.", "head.")) or name.endswith(("_bias", "bias", "norm.weight")):
@@ -93,7 +97,7 @@ def is_matrix(name: str, weight: Tensor, router: bool) -> bool:
 def muon(
     config: Config, weights: dict[str, Tensor], grads: dict[str, Tensor], moments: dict, step_number: int, norm: float
 ) -> tuple[dict[str, Tensor], dict]:
-    """Return updated weights and moments by name, as new dicts.
+    """Return updated weights and moments by name, as new dicts; AdamW updates weights that are not `is_matrix`.
 
     Args:
         config: the config.

@@ -36,7 +36,8 @@ class SmallHub:
     def respond(self, path: str, token: str) -> tuple[int, dict[str, str], bytes]:
         """Return status, headers and body of the response to a request with a token, "" for none.
 
-        `path` is that of the URL, such as "/api/datasets/OWNER/NAME/revision/main".
+        The status is 401 for an unknown data set or wrong token, 404 for an unknown commit or branch; KeyError is
+        raised for an unknown file. `path` is that of the URL, such as "/api/datasets/OWNER/NAME/revision/main".
         """
         parts = path.strip("/").split("/")
         parts = parts[1:] if parts[0] == "api" else parts

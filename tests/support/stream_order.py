@@ -94,7 +94,10 @@ class StreamOrder:
         forget(key)
 
     def free(self, key: int) -> None:
-        """Record that a storage's memory may go to its owner's next allocation, though another actor may use it."""
+        """Record that a storage's memory may go to its owner's next allocation, though another actor may use it.
+
+        The host's memory is left out.
+        """
         storage = self.storages[key]
         if storage.owner == HOST:  # torch keeps page-locked memory until copies from and to it are over
             return
