@@ -144,6 +144,17 @@ def test_other_mappings_are_not_bound_by_the_recipes_own_layers_per_stage() -> N
     assert steps[0] == steps[1] and len(steps[0]) == 5
 
 
+def test_settings_of_the_recipes_own_mapping_are_named_where_others_are_searched(
+    capsys: pytest.CaptureFixture,
+) -> None:
+    words = ["--ranks", "4", "--activation_checkpoint.mode", "full", "--activation_checkpoint.every", "2", *SMALL]
+    note = "activation_checkpoint.every = 2 is not searched: every mapping has 1"
+    assert plan(*words, "--top", "1") == 0
+    assert note in capsys.readouterr().out
+    plan(*words, "--explain")
+    assert note not in capsys.readouterr().out
+
+
 def test_differences_within_the_error_of_a_ratio_are_ties(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     data = tmp_path / "plan.json"
     assert main(["plan", "train_configs/olmoe_7b_a1b.toml", "--top", "30", "--json", str(data)]) == 0

@@ -285,6 +285,14 @@ def _read_recipe(args: argparse.Namespace) -> tuple[Config, list[str]]:
         notes.append(
             'moe.dispatcher = "auto" is searched as alltoall, whose time a formula cannot tell from symm_mem\'s'
         )
+    if not args.explain:
+        for path, value, searched in (  # what search.with_mapping replaces beside degrees, schedule and modes
+            ("activation_checkpoint.every", config.activation_checkpoint.every, 1),
+            ("pipeline.layers_per_stage", config.pipeline.layers_per_stage, []),
+            ("pipeline.schedule_csv", config.pipeline.schedule_csv, ""),
+        ):
+            if value != searched:
+                notes.append(f"{path} = {value!r} is not searched: every mapping has {searched!r}")
     notes += [f"left out: {text}" for text in _left_out(config, args.reference)]
     return config, [*notes, ""] if notes else []
 
