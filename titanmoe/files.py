@@ -57,7 +57,7 @@ def fsync_folder(folder: Path) -> None:
 
 
 def write_error(file: Path, error: OSError, missing: int) -> str:
-    """Return the message for a failed write; if the disk is full, with the bytes needed and free.
+    """Return the message for a failed write; if a disk, quota or file is full, with the bytes needed and free.
 
     Args:
         file: the file being written.

@@ -91,6 +91,8 @@ class ShardWriter:
     def add(self, tokens: np.ndarray, weights: np.ndarray | None = None) -> None:
         """Append a document to the shard, with the weight of each token as a label if the shard has a label mask.
 
+        A token is a label if its weight is above 0; the weight itself is stored only if the shard is `with_weights`.
+
         Raises:
             ValueError: `weights` is given for a shard without a label mask, or None for one that has a mask.
         """
@@ -110,7 +112,10 @@ class ShardWriter:
             self._flush()
 
     def close(self) -> dict[str, Any]:
-        """Complete the shard's files, sync and rename them, and return the shard's entry in the manifest."""
+        """Complete the shard's files, sync and rename them, and return the shard's entry in the manifest.
+
+        The files of document starts and of checksums are written here. The entry does not have the number of labels.
+        """
         self._flush()
         starts = np.array(self._ends, "<u8")
         self._sums["starts"] = BlockSums()
@@ -130,7 +135,7 @@ class ShardWriter:
         return entry | {"largest": self.largest, "sums": zlib.crc32(sums)}
 
     def _flush(self) -> None:
-        """Write the buffered documents to the files and update the checksums."""
+        """Write the buffered documents to the files; update the checksums and `largest`, the largest token id."""
         for extension, buffer in self._buffers.items():
             dtype = self._dtypes[extension]
             block = np.concatenate(buffer).astype(dtype) if buffer else np.empty(0, dtype)

@@ -84,7 +84,7 @@ class DeepEP(Dispatcher):
 
     @named("dispatch")
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, slots_per_expert: int) -> Exchange:
-        """Send each token once to each rank that has experts of it, wait, and copy received tokens into their slots.
+        """Send each token once to each rank that has experts it chose, wait, and copy arrivals to a slot per choice.
 
         Collective over the dispatch group. The host waits for counts.
 

@@ -62,7 +62,8 @@ class DeepEPSpec(DispatcherSpec):
     def limits(self, config: Config, ep: int, etp: int) -> Iterator[str]:
         """Yield a message for each reason why DeepEP's kernels do not support a dispatch group of ep * etp ranks.
 
-        Reasons are the number of a token's copies, the number of ranks, and the size of nodes (parallelism.node).
+        Reasons are the number of a token's copies, the number of ranks, and, if parallelism.node is above 1, nodes of
+        a size that does not fit the group.
         """
         ranks, top_k = ep * etp, config.model.top_k
         if top_k * etp > 32:
