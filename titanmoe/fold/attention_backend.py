@@ -109,6 +109,7 @@ def attention_violations(config: Config, cp: int) -> Iterator[str]:
     """Yield a message for each reason why the recipe's choice of attention cannot be followed at this degree of cp.
 
     Checked are parallelism.attention_kernel and attention_backend = "torch"; whether torch has a ring is not.
+    training.device = "auto" counts as a GPU.
     """
     options, model, training = config.parallelism, config.model, config.training
     if why := kernel_refuses(options.attention_kernel, *head_widths(model), training.deterministic):

@@ -118,6 +118,7 @@ def derive(world: int, parallelism: Parallelism) -> Fold:
     """Compute the degrees of all axes from a [parallelism] table, where -1 stands for what fits, and `world` ranks.
 
     With stage = world / pp: dp_shard = stage / (dp_replicate * cp * tp), and edp = stage / (edp_replicate * ep * etp).
+    The laws of model and batch are not checked.
 
     Raises:
         FoldError: with every reason, if the degrees do not fit.
@@ -130,6 +131,8 @@ def derive(world: int, parallelism: Parallelism) -> Fold:
 
 def resolve_degrees(world: int, parallelism: Parallelism) -> tuple[dict[str, int], list[str]]:
     """Fill in the degrees that are -1, and check that all divide the world.
+
+    A dp_shard or edp that is given has to be what the other degrees of its view leave of the stage.
 
     Returns:
         The degrees that fit by short name, with "stage", the ranks of a pipeline stage, and "dp", the data ranks; and a

@@ -28,7 +28,7 @@ def violations(config: Config, world: int) -> list[str]:
     """Return a message for each law (constraint) that the config's mapping breaks on `world` ranks; [] if legal.
 
     The machine is not known: training.device = "auto" is taken for a GPU, and parallelism.node = -1 for a number that
-    fits.
+    fits. Ranks of profile.ranks beyond the world are refused too.
     """
     degrees, problems = resolve_degrees(world, config.parallelism)
     return [*problems, *broken_laws(degrees, config), *_profile_ranks(config, world)]
@@ -36,6 +36,8 @@ def violations(config: Config, world: int) -> list[str]:
 
 def broken_laws(degrees: Mapping[str, int], config: Config) -> Iterator[str]:
     """Yield a message for each law (constraint on mappings, such as divisibility) that these degrees break.
+
+    Laws of the recipe's components are among them.
 
     Args:
         degrees: degrees by name, with "stage", the ranks of a pipeline stage, and "dp", the data ranks; laws that need
@@ -62,6 +64,9 @@ def broken_laws(degrees: Mapping[str, int], config: Config) -> Iterator[str]:
 
 def model_violations(degrees: Mapping[str, int], config: Config) -> Iterator[str]:
     """Yield a message for each broken law (constraint) that ties degrees to the shapes of the model and the batch.
+
+    They are about the sizes of `divided_fields`, seq_len, the global batch, layers for pp, experts for ep and etp, and
+    even shards of experts' weights over edp.
 
     Args:
         degrees: degrees by name, with "stage", the ranks of a pipeline stage, and "dp", the data ranks; laws that need
@@ -141,7 +146,11 @@ def _ulysses(config: Config, cp: int, tp: int) -> Iterator[str]:
 
 
 def _products(config: Config, etp: int) -> Iterator[str]:
-    """Yield a message for each width of experts' weights that the grouped or 8-bit products do not support."""
+    """Yield a message for each width of experts' weights that the chosen products do not support.
+
+    Rows are a multiple of 16 bytes for moe.grouped_mm = "grouped" ("auto" is not checked), and of 16 elements for a
+    moe.expert_dtype of 8 bits.
+    """
     moe, model, dtype = config.moe, config.model, config.training.mixed_precision_param
     widths = {"model.expert_hidden / etp": model.expert_hidden // etp, "model.dim": model.dim}
     for name, width in widths.items():
@@ -179,7 +188,7 @@ def _profile_ranks(config: Config, world: int) -> Iterator[str]:
 def divided_fields(config: Config) -> dict[str, dict[str, int]]:
     """Return the sizes that each degree has to divide, by degree and name, such as {"tp": {"model.vocab_size": 32000}}.
 
-    A size of 0 is not checked. A Replicable size may also divide the degree.
+    A size of 0 is not checked. For a Replicable size it is enough that the size divides the degree.
     """
     model = config.model
     divided: dict[str, dict[str, int]] = {"tp": {}}

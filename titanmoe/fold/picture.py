@@ -60,6 +60,8 @@ PIPELINE = Row("attention", "pp", "pp", "layers", "activations, every microbatch
 def draw(fold: Fold, node: int = 8, model: Model | None = None) -> Text:
     """Return the picture of a mapping's attention view and expert view, at most 100 columns wide.
 
+    Of many ranks or stages only the first are drawn, with a line that counts the others.
+
     Args:
         node: number of ranks of a node.
         model: with it, the title names the model, and the numbers of each rank's experts are shown.
@@ -240,7 +242,7 @@ def _beginning(fold: Fold, row: Row, columns: int) -> str:
 
 
 def _folding(fold: Fold) -> Iterator[Text]:
-    """Yield the sentence that says on which attention axes the ranks of a dispatch group (ep x etp) are."""
+    """Yield a sentence on the attention axes that rank 0's dispatch group (ep x etp) spans; nothing for one rank."""
     if fold.ep * fold.etp == 1:
         return
     ranks = group_of(fold, "experts", ("ep", "etp"), 0)

@@ -90,7 +90,8 @@ def parse_cell(text: str) -> Cell:
 def read_csv(path: str) -> list[list[Cell]]:
     """Read a schedule from a CSV file: for each pipeline rank the list of its cells.
 
-    Raises ValueError if the file is not a schedule, and OSError if it cannot be read.
+    Raises ValueError if a cell cannot be parsed, and OSError if the file cannot be read. Whether the schedule is
+    complete and can run is not checked (`titanmoe.fold.schedule_laws`).
     """
     with open(path, newline="") as file:
         try:
@@ -103,11 +104,11 @@ def stage_ranks(options: Pipeline, pp: int) -> list[int]:
     """Return the pipeline rank that runs each stage, in the order of stages.
 
     Args:
-        options: the recipe's [pipeline], which does not count without a pipeline.
+        options: the recipe's [pipeline]; ignored if pp = 1.
 
     Raises:
         OSError: pipeline.schedule_csv cannot be read.
-        ValueError: pipeline.schedule_csv is not a schedule.
+        ValueError: pipeline.schedule_csv has a cell that cannot be parsed.
     """
     if pp == 1:
         return [0]
@@ -234,7 +235,7 @@ def simulate(
     """Simulate a schedule; return the fraction of all ranks' time that is idle, and the time until the last rank ends.
 
     Two overlapping actions start when both can run and send their results when both are done, as in torch. A pass of
-    the vocabulary has its result when all ranks have run it.
+    the vocabulary has its result when all ranks have run it. Messages take no time.
 
     Args:
         rows: the cells of each pipeline rank, in the order in which it runs them.

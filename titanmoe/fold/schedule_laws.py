@@ -14,7 +14,10 @@ PAIRS = 'moe.overlap = "pairs"'
 
 
 def schedule_violations(config: Config, pp: int, dp: int, microbatches: int) -> list[str]:
-    """Return a message for each reason why the recipe's pipeline schedule cannot run; [] if it can or if pp = 1."""
+    """Return a message for each reason why the recipe's pipeline schedule cannot run; [] if it can or if pp = 1.
+
+    The layers of stages and reshard_after_forward are checked only if nothing else is wrong.
+    """
     options = config.pipeline
     if pp == 1:
         return []
@@ -59,6 +62,8 @@ def schedule_violations(config: Config, pp: int, dp: int, microbatches: int) -> 
 def _named_violations(config: Config, pp: int, microbatches: int, samples: int) -> Iterator[str]:
     """Yield a message for each reason why a schedule that is chosen by name cannot run.
 
+    Checked are virtual_stages and the number of microbatches.
+
     Args:
         samples: the samples of one microbatch over all data ranks.
     """
@@ -86,6 +91,9 @@ def _named_violations(config: Config, pp: int, microbatches: int, samples: int) 
 
 def _csv_violations(path: str, rows: list[list[Cell]], pp: int, microbatches: int, samples: int) -> list[str]:
     """Return a message for each reason why a schedule from a file cannot run.
+
+    It needs a row per rank, stages numbered without a gap, each on one rank, the step's number of microbatches, each
+    action once for every stage and microbatch, and no deadlock.
 
     Args:
         path: the file, for messages.
@@ -127,6 +135,8 @@ def _csv_violations(path: str, rows: list[list[Cell]], pp: int, microbatches: in
 
 def _overlap_violations(config: Config, rows: list[list[Cell]]) -> Iterator[str]:
     """Yield a message for each reason why moe.overlap = "pairs" cannot run with the schedule.
+
+    It needs DualPipeV, or a file with pairs, each of which is a forward and a full backward of two stages.
 
     Args:
         rows: the cells of each pipeline rank, if the schedule is from a file; else empty.

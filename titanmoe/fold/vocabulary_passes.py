@@ -204,7 +204,8 @@ def _chunk(number: int, parts: int) -> list[int]:
 def vocabulary_violations(config: Config, pp: int, tp: int) -> Iterator[str]:
     """Yield a message for each reason why the pipeline's stages cannot share the vocabulary.
 
-    No message if parallelism.vocab is not "pipeline".
+    Reasons are pp = 1, a schedule that passes cannot be inserted into, and a last rank that would have no ids. No
+    message if parallelism.vocab is not "pipeline".
     """
     option = 'parallelism.vocab = "pipeline"'
     if config.parallelism.vocab != "pipeline":
