@@ -78,7 +78,7 @@ def build_empty(config: Config, meshes: Meshes, device: torch.device) -> tuple[T
     """Build the transformer on this rank without gradients; return it, in eval mode, and its shards by name.
 
     The shards are allocated on `device` and not filled yet. Who fills them fills the weights: they share memory.
-    Buffers are 0. No communication.
+    Parameters are plain tensors, not DTensors; buffers are 0. No communication.
     """
     with torch.device("meta"):
         model = Transformer(config, 1, getattr(torch, config.training.dtype))

@@ -81,7 +81,7 @@ class PerWindow:
         """The vectors, (B, G, L, h), zeros before a text's first position; None before the first prompt."""
 
     def read_prompts(self, x_1TGh: Tensor) -> None:
-        """Store the vectors of the last positions of new prompts, which follow each other in the forward."""
+        """Append the last positions of new prompts, one after another in `x_1TGh`, once for each of their texts."""
         x_TGh, stored = x_1TGh[0], 0 if self.x is None else self.x.shape[2]
         length = max(stored, min(self.window - 1, max(self.texts.num_new, default=0)))
         x_PGLh = x_TGh.new_zeros(len(self.texts.num_new), x_TGh.shape[1], length, x_TGh.shape[2])
@@ -185,7 +185,8 @@ def cache_of(mixer: MixerSpec) -> type[Cache]:
 def cache_bytes(model: Model, tp: int, width: int) -> tuple[int, int]:
     """Return the bytes of a rank's caches over all layers: per token, and per text of any length.
 
-    `width` is the bytes of a number in the compute dtype, `tp` the ranks of a tp group.
+    `width` is the bytes of a number in the compute dtype, `tp` the ranks of a tp group. Layers with a window
+    count per text, with a full window.
     """
     token = text = 0
     for layer, mixer in enumerate(mixers(model)[: model.num_layers]):

@@ -56,7 +56,8 @@ class CachedTexts:
     def begin_prompts(self, lengths: Sequence[int], copies: Sequence[int]) -> None:
         """Prepare for a forward of new prompts, which become texts after those that exist.
 
-        Prompt i has lengths[i] tokens and becomes copies[i] texts.
+        Prompt i has lengths[i] tokens and becomes copies[i] texts. Pages that it fills are taken once for all of them,
+        a page for the rest once for each.
         """
         self.num_new, self.reads_prompts, self.page_BN = list(lengths), True, None
         source, pages, offsets, self.prompts = [], [], [], []
@@ -80,7 +81,10 @@ class CachedTexts:
         self.prompt_B = self.to_int64(self.prompts)
 
     def begin_tokens(self, count: int = 1) -> None:
-        """Prepare for a forward of `count` more tokens of each text."""
+        """Prepare for a forward of `count` more tokens of each text, and take the pages that they need.
+
+        Only `end_forward` counts them as cached.
+        """
         self.num_new, self.reads_prompts = [count] * len(self.num_cached), False
         taken = []  # text, index among the text's pages, page
         for text, (num_cached, pages) in enumerate(zip(self.num_cached, self.pages, strict=True)):
@@ -172,11 +176,11 @@ class CachedTexts:
 
     @property
     def num_pages(self) -> int:
-        """Number of pages that a cache of all positions needs."""
+        """Number of pages that a cache of all positions needs, those that are free now included."""
         return len(self.num_users)
 
     def head_pages(self, heads: int) -> Tensor:
-        """Return indices (B * G * N,) of each head's part of each text's pages, a page having one for each of G heads.
+        """Return indices (B * G * N,) of each text's pages, for each head, in a cache flattened to (pages * G, ...).
 
         Call it within a forward that `begin_tokens` has prepared.
         """

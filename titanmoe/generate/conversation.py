@@ -44,7 +44,7 @@ class Conversation:
 def read_lines() -> Iterator[str | None]:
     """Yield the lines of standard input that are not empty, and None every WAIT_MESSAGE_S seconds without one.
 
-    Lines are stripped. Ends with the input.
+    Lines are stripped. Ends with the input. On a terminal it asks for each line with "> " on stderr.
     """
     lines: queue.Queue[str] = queue.Queue()
 
@@ -73,10 +73,10 @@ def read_lines() -> Iterator[str | None]:
 
 
 def turns(conversation: Conversation, first: bool, broadcast: Callable[[Any], Any]) -> Iterator[tuple[str, Prompt]]:
-    """Yield each line that the user types and the prompt made from it, on every rank. Collective over the world.
+    """Yield each line that the user types and, as a prompt, the conversation up to it, on every rank.
 
-    Ends with the input. The caller adds each assistant message to `conversation.messages`, on rank 0, before the next
-    turn.
+    Collective over the world. Ends with the input. The caller adds each assistant message to `conversation.messages`,
+    on rank 0, before the next turn.
 
     Args:
         conversation: the messages so far; used on rank 0.

@@ -148,7 +148,10 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _prompts(args: argparse.Namespace) -> list[str]:
-    """Return the texts of the prompts that the command line gives; ConfigError with every problem of its options."""
+    """Return the texts of the prompts that the command line gives; ConfigError with every problem of its options.
+
+    Lines of the file of --prompts come last. [] stands for a conversation (--chat alone).
+    """
     problems, texts = [], list(args.prompt)
     if args.checkpoint is None and args.adapter is None:
         problems.append("no model: give --checkpoint RUN, or --adapter RUN for adapters on the weights under them")

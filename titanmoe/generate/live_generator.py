@@ -37,7 +37,7 @@ class HostMemory:
         """Have the contents of tensors (on one device) in host memory within this context, which must not use them.
 
         One context at a time, since all use the same memory. Storages stay the objects that FSDP2 and optimizers have
-        views of: only their memory is freed, and allocated again at the end.
+        views of: only their memory is freed, and at the end allocated and filled.
         """
         storages = list({x.untyped_storage()._cdata: x.untyped_storage() for x in tensors}.values())
         here = [torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage) for storage in storages]
@@ -107,7 +107,8 @@ class LiveGenerator:
     def loaded(self) -> Iterator[Generator]:
         """Copy the run's present weights to the model, and yield its generator; free the model's memory at the end.
 
-        With `offloads` the run's own weights cannot be used in this context. Collective over the world.
+        With `offloads` the run's own weights and optimizer state cannot be used in this context. Collective over the
+        world.
         """
         with self._without_optimizer_state():
             for storage, size in self.memory:

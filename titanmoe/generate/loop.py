@@ -258,7 +258,10 @@ class Generator:
 
     @torch.no_grad()
     def _advance(self, work: _Work) -> list[Generated]:
-        """Run a forward and add a token to each text that it read; return texts that end. Collective over the world."""
+        """Run a forward and add a token to each text that it read; return texts that end. Collective over the world.
+
+        It reads new prompts if there is room for any, while running texts wait; else the last token of each of these.
+        """
         running = work.running
         if prompts := work.next_prompts():
             texts = [
@@ -324,7 +327,7 @@ class Generator:
         """Prepare the caches for new prompts; return the token ids of their forward.
 
         If a single prompt begins like the text that is kept, what they share stays cached and is not among the ids.
-        Else that text is removed.
+        Else that text is removed; also if a cache cannot drop its end, or MOST_PAIRS is exceeded.
         """
         cached_ids, self.cached_ids = self.cached_ids, list(prompts[0].ids) if self.keeps_row else []
         if cached_ids:

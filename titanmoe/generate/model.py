@@ -99,8 +99,11 @@ def find_model(path: Path | None, adapter: Path | None = None) -> TrainedModel:
 def tokenizer_of(trained: TrainedModel, name: str | None) -> Tokenizer:
     """Open the tokenizer to generate with: by name (a tokenizer.json, its folder or "bytes"), or the model's for None.
 
+    The model's is the one stored with it or the recipe's data.tokenizer, whichever made the tokens it was trained on;
+    where that is not recorded, data.tokenizer comes first, unless it is "bytes".
+
     Raises:
-        ConfigError: it cannot be opened, or the one that the model was trained with is not here.
+        ConfigError: it cannot be opened, or neither of the two made those tokens.
     """
     data, carried = trained.config.data, trained.tokenizer
     if name is not None:
@@ -157,6 +160,8 @@ def config_to_run(
     trained_config: Config, world: int, degrees: dict[str, int], dtype: str | None, device: str
 ) -> Config:
     """Return the config to generate with: mapping, dtype and device as given; what only training needs is default.
+
+    Multi-token prediction is left out. Weights are replicated over data ranks.
 
     Args:
         trained_config: the config that the model was trained with.

@@ -99,7 +99,8 @@ def contradictions(config: Config) -> Iterator[Violation]:
 def check_samples(config: Config) -> None:
     """Raise a ConfigError with every reason why the prompts of [validation.samples] cannot be completed.
 
-    Takes the resolved config. Does nothing if there are no prompts.
+    Reasons are a model or a number of ranks that cannot generate, and what `read_samples` refuses. Takes the resolved
+    config. Does nothing if there are no prompts.
     """
     if not has_samples(config):
         return
@@ -119,7 +120,11 @@ def check_samples(config: Config) -> None:
 
 
 def read_samples(config: Config) -> SamplePrompts:
-    """Return the prompts of [validation.samples]; ConfigError with everything that is wrong with them."""
+    """Return the prompts of [validation.samples]; ConfigError with everything that is wrong with them.
+
+    A text becomes a user's message if the format is chat, or auto and the run is trained on chats. Prompts without a
+    token and those longer than seq_len are refused.
+    """
     from titanmoe.data.chat import ChatError, open_chat_encoder
 
     samples = config.validation.samples
@@ -216,7 +221,9 @@ def read_prompt(record: Any) -> str | Messages:
 
 
 def _tokenizer_of_data(config: Config) -> tuple[Tokenizer, bool]:
-    """Open the tokenizer that makes a run's tokens; also return whether the run is trained on chats or preferences.
+    """Open the tokenizer that makes a run's tokens; also return whether it is trained on chats.
+
+    Preferences, and token shards with a label mask, count as chats.
 
     Raises:
         ConfigError: it cannot be opened, or is another than the one that made the run's token shards.
