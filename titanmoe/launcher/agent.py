@@ -71,7 +71,7 @@ class RankLogs(LogsSpecs):
         return LogsDest(outputs, {local: f"{name}.log" for local, name in names.items()}, {}, {}, notes)
 
     def tidy(self, refused: bool = False) -> None:
-        """Remove empty logs and unused advice files, then folders that are empty. Called after the ranks have ended.
+        """Remove empty logs and all advice files, then folders that are empty. Called after the ranks have ended.
 
         If the ranks `refused` the recipe, with a message that is printed in full, also remove the agent's log and the
         ranks' notes (JSON files on why they ended).

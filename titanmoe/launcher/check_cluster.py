@@ -267,8 +267,8 @@ def build_collectives(group: Group, size: int, device: torch.device) -> dict[str
 def time_axes(meshes: Meshes, runtime: Runtime) -> list[AxisTiming]:
     """Time the collectives that each axis sends in training; return an AxisTiming of each, the same on every rank.
 
-    Collective over all ranks; rank 0 prints a line for each. Axes of one rank are left out. HSDP's all-reduces and the
-    pipeline's messages use the same links and are not timed.
+    Collective over all ranks; rank 0 prints a line for each. Axes of one rank are left out. cp has an all-gather,
+    whatever cp_kind is. HSDP's all-reduces and the pipeline's messages use the same links and are not timed.
     """
     axes = {
         "tp": (meshes.tp, ("all-gather", "reduce-scatter")),

@@ -48,7 +48,7 @@ class RankFailure:
 
     @property
     def is_consequence(self) -> bool:
-        """Whether another rank failed first: the note says so, or the launcher or the watch then ended this rank."""
+        """Whether another rank failed first, by the note; without one, whether a hang, SIGINT or SIGTERM ended it."""
         if note := self.note():
             return bool(note.get("consequence"))
         return self.ended_by_hang or self.code in (128 + signal.SIGINT, 128 + signal.SIGTERM)
@@ -118,10 +118,13 @@ def first_failure(failures: Iterable[RankFailure]) -> RankFailure:
 def failure_message(failure: RankFailure, world: int, out_of_memory: bool = False) -> str:
     """Return the last message of a run that failed: lines on which rank failed first, why, and where its log is.
 
+    Of a refusal it is the rank's message alone. Without a note or a signal it has the log's last TAIL_LINES lines.
+
     Args:
         failure: the first failure (`first_failure`), whose note and log are read.
         world: ranks of all nodes; with 1 the message names no rank.
-        out_of_memory: whether the kernel has killed a process for lack of memory since the run began.
+        out_of_memory: whether the kernel has killed a process for lack of memory since the run began; used if the rank
+            left no note and ended by SIGKILL.
     """
     note = failure.note()
     if failure.is_refusal:

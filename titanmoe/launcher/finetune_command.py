@@ -236,6 +236,7 @@ def _sizes(config: Config, given: dict[str, Any], length: Length, context: int |
     """Return the settings, by path, that follow from the machine, the model and the lengths of the data.
 
     They are ranks, ep, seq_len and batch sizes; recomputation on GPUs, float32 on CPUs; for SFT what long chats become.
+    A step has at most MOST_SAMPLES samples and a fiftieth of an epoch, but at least a sample per rank.
 
     Args:
         config: the config so far: the model, the device and the data.
@@ -296,6 +297,7 @@ def _planned_mapping(config: Config, machine: Machine) -> dict[str, Setting]:
 def _usual(lora: bool, dpo: bool) -> dict[str, Setting]:
     """Return the settings, by path, that are usual for this kind of fine-tuning, each a value and a comment.
 
+    They are epochs, learning rate, weight decay and checkpoints; beta of DPO; rank of LoRA, or else a balance loss.
     `lora` trains adapters, not all weights; `dpo` trains on preference pairs.
     """
     rate = {(False, False): 1e-5, (True, False): 2e-4, (False, True): 1e-6, (True, True): 5e-6}[lora, dpo]

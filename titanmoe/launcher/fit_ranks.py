@@ -75,6 +75,8 @@ def why_too_many(
 ) -> str:
     """Return why these nodes cannot take so many ranks, and what to type; "" if they can.
 
+    A GPU takes one rank. Without GPUs a recipe's job.ranks may be MOST_PER_CORE on each core, or 8 if that is more.
+
     Args:
         world: ranks of all nodes.
         nodes: number of nodes.

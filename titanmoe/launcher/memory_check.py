@@ -53,7 +53,10 @@ class MemoryNeed:
 
 
 def memory_need(config: Config, world: int, per_machine: int, machine: Machine) -> MemoryNeed:
-    """Return a lower bound of the memory that a run needs, by the planner's formulas."""
+    """Return a lower bound of the memory that a run needs, by the planner's formulas.
+
+    Moments that GPUs offload to the host are left out. For [rl] a rank's fullest moment may be while it generates.
+    """
     fold = derive(world, config.parallelism)
     if config.moe.overlap != "auto":  # with halves, which that may become, it is alltoall
         config = with_planned_dispatcher(config, fold, per_machine, machine.gpus > 0)
@@ -127,7 +130,8 @@ def describe_shortage(config: Config, world: int, per_machine: int, machine: Mac
 def smallest_change(config: Config, world: int, per_machine: int, machine: Machine) -> str:
     """Return the fewest options that make the run fit, such as "--activation_checkpoint.mode full"; "" if none do.
 
-    They change which activations are saved and how the state is placed, not what the model learns.
+    They change recomputation, microbatch and generation batch, where the state is, or the dispatcher, but not what the
+    model learns.
     """
     for change in sorted(product(*_alternatives(config, world, machine)), key=lambda options: sum(map(bool, options))):
         values: dict[str, Any] = {path: value for option in change for path, value in option.items()}

@@ -273,7 +273,8 @@ def final_config(
 
     Reads the files that the recipe names, asks the hub for the commits of its data sets, and may tokenize the data.
     With --print-config, prints the config and exits. Raises MappingMisfit if the mapping does not fit the number of
-    ranks, ConfigError with all problems if something else cannot run.
+    ranks, ConfigError with all problems if something else cannot run. With several nodes the folder of a live run is
+    not refused.
 
     Returns:
         The resolved config; and the one to pass, without what `resolve` derives, which each rank derives itself.
@@ -387,6 +388,8 @@ def start(prepared: PreparedRun) -> int:
 
 def exit_status(result: LaunchResult, nodes: int, saves: bool, out_of_memory: bool) -> tuple[int, str]:
     """Return the exit code of `titanmoe train` and the last message to print; "" if there is nothing to say.
+
+    After a signal the code is 128 + its number, unless a rank left a note on a failure of its own.
 
     Args:
         result: how the launch ended.
