@@ -62,7 +62,7 @@ class Parameters:
 
 
 def parameters(model: Model) -> Parameters:
-    """Return the numbers of a model's parameters, by kind."""
+    """Return the numbers of a model's parameters, by kind, without adapters."""
     layers, dim, of_blocks = model.num_layers + model.mtp_depth, model.dim, mixers(model)
     moe = len(moe_blocks(model))
 

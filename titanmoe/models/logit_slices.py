@@ -200,7 +200,7 @@ class LossOptions:
 def _sum_slices(
     x_TD: Tensor, weight_VD: Tensor, row_T: Tensor, options: LossOptions, logits: list[Tensor] | None = None
 ) -> list[Tensor]:
-    """Return a list of numbers of each token (T,) from this rank's logits. Nothing is sent.
+    """Return a list of numbers of each token (T,) from this rank's logits / temperature. Nothing is sent.
 
     They are the largest logit, the sum of exp(logit - largest), the label's logit (0 if it is in another shard) and,
     for the entropy, the sum of exp(logit - largest) * (logit - largest).

@@ -91,7 +91,7 @@ def normal(key: int, index: Tensor, dtype: torch.dtype, inputs: int) -> Tensor:
 
 @contextmanager
 def without_adapters(models: Iterable[nn.Module]) -> Iterator[None]:
-    """Switch the adapters of the models off within this context, so that the models compute as without them."""
+    """Switch the adapters of the models off within this context, by a factor of 0: they are still computed."""
     modules = [module for model in models for module in model.modules()]
     scales = {m: m.adapters_scale for m in modules if isinstance(m, AdaptedLinear | AdaptedExperts)}
     try:

@@ -23,7 +23,7 @@ NAMED = ("model.family", "model.size")
 
 
 def attention(model: Model, layer: int) -> MixerSpec:
-    """Return the spec of latent attention if the model has latents, else that of grouped-query attention."""
+    """Return the spec of latent attention if the model has latents, else of grouped-query attention, for any layer."""
     return LATENT if model.kv_lora_rank else GROUPED_QUERY
 
 
@@ -80,7 +80,10 @@ class Family(Spec):
         return {f"model.{name}": value for name, value in shape.items()} | own_values
 
     def contradictions(self, config: Config) -> Iterator[Violation]:
-        """Yield a Violation for each option of a recipe that contradicts the family or one of its mixers."""
+        """Yield a Violation for each option of a recipe that contradicts the family or one of its mixers.
+
+        With the default mixers, full_attention_every needs a sliding window.
+        """
         every = config.model.full_attention_every
         if self.mixer is attention and not config.model.sliding_window and every != 1:
             yield Violation(
@@ -92,7 +95,7 @@ class Family(Spec):
             yield from mixer.contradictions(config)
 
     def divided(self, config: Config) -> dict[str, dict[str, int]]:
-        """Return the numbers that a degree of parallelism must divide, by degree, as {"tp": {"model.num_heads": 16}}.
+        """Return the mixers' numbers that a degree of parallelism must divide, as {"tp": {"model.num_heads": 16}}.
 
         A degree may also be a multiple of a number that is `Replicable`.
         """
