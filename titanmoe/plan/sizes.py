@@ -1,7 +1,7 @@
 """Weights of a rank, exactly: shapes after tp and etp, what FSDP shards, adapters, and optimizer state.
 
-Elements, not bytes, unless it says so. A unit is what FSDP gathers and reduces at once: a block without its experts, or
-its experts.
+Elements, not bytes, unless it says so. A unit is what FSDP gathers and reduces at once: a block without its routed
+experts, these experts, the embedding, or the head with its norm.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class WeightUnit:
 
     @cached_property
     def full_size(self) -> int:
-        """Elements of the tensors that FSDP gathers, after the gather."""
+        """Elements that a rank has after FSDP's gather: still divided by tp, ep and etp, and without the router."""
         return sum(map(prod, self.shapes))
 
     @cached_property
@@ -118,7 +118,10 @@ class ModelKey:
 
     @classmethod
     def of(cls, model: Model) -> ModelKey:
-        """Return the key of a model; equal models have the same object."""
+        """Return the key of a model; models with equal options have the same object.
+
+        `change` and `media_tokens`, which change no weight, are not compared.
+        """
         values = vars(model) | {"own": tuple(model.own.items()), "change": (), "media_tokens": ()}
         return cls._cache.setdefault(tuple(values.values()), cls(model))
 
@@ -130,7 +133,10 @@ def _flags(names: Iterable[str], tuning: Tuning) -> tuple[bool, ...]:
 
 @lru_cache(maxsize=4096)
 def _block(key: ModelKey, tp: int, layer: int, tuning: Tuning) -> WeightUnit:
-    """Return the unit of block `layer` on a rank, after tp, adapters included and routed experts left out."""
+    """Return the unit of block `layer` on a rank, after tp, adapters included and routed experts left out.
+
+    The router is among its replicated tensors, the shared expert among those that FSDP shards.
+    """
     model, mixer, experts = key.model, key.mixers[layer], has_experts(key.model, layer)
     splits, router = tensors.block_splits(model, mixer, experts, tp), tensors.router_splits(model) if experts else {}
     block = tensors.block_name(model, layer)
@@ -141,10 +147,11 @@ def _block(key: ModelKey, tp: int, layer: int, tuning: Tuning) -> WeightUnit:
 
 @lru_cache(maxsize=4096)
 def _experts(key: ModelKey, ep: int, etp: int, edp: int, layer: int = 0, tuning: Tuning = EVERYTHING) -> WeightUnit:
-    """Return the unit of one block's experts on a rank, after ep and etp.
+    """Return the unit of one block's experts and their adapters on a rank, after ep and etp.
 
     Args:
-        edp: data ranks that share an expert; each gets full experts if they divide evenly, else slices.
+        edp: data ranks that share the experts. It sets the dim that FSDP shards, not the shapes: the experts if edp
+            divides their number on a rank, else a dim of each matrix.
         layer: index of the block; matters only if some tensors are frozen or adapted.
     """
     model, block = key.model, tensors.block_name(key.model, layer)
@@ -170,11 +177,13 @@ class Sizes:
     """Weight units of a model on a rank of a mapping."""
 
     def __init__(self, model: Model, fold: Fold, tuning: Tuning = EVERYTHING, vocabulary: int = 0):
-        """Make the units `embedding`, `head` and `experts`, the last as if everything were trained.
+        """Make the units `embedding`, `head` (with the norm before it) and `experts`.
+
+        `experts` has no adapters and nothing frozen, whatever `tuning` is; `experts_of` has both.
 
         Args:
             fold: degrees, of which tp, ep, etp and edp matter.
-            vocabulary: ranks that shard the vocabulary; 0 for those of tp.
+            vocabulary: ranks that shard the vocabulary, rounded up; 0 for those of tp.
         """
         self.model, self.tuning = model, tuning
         self._key = ModelKey.of(model)
@@ -186,7 +195,7 @@ class Sizes:
         self.head = WeightUnit(((dim,), (split, dim)), (0, 0), (), _flags(ends, self.tuning))
 
     def block(self, layer: int) -> WeightUnit:
-        """Return the unit of block `layer` without its experts."""
+        """Return the unit of block `layer` without its routed experts; router and shared expert are in it."""
         # Without anything frozen, blocks that are alike are one unit.
         first = _first_equal_block(self._key, layer) if self.tuning.trains_all else layer
         return _block(self._key, self._tp, first, self.tuning)
@@ -197,7 +206,7 @@ class Sizes:
 
     @property
     def multi_token(self) -> WeightUnit:
-        """Unit of norms and projection of a block of multi-token prediction, without the block itself."""
+        """Unit of the three norms and the projection of multi-token prediction, without its block; tp divides none."""
         dim = self.model.dim
         frozen = _flags((f"mtp.0.{n}.weight" for n in ("hidden_norm", "embed_norm", "norm", "project")), self.tuning)
         return _unit(1, [((dim,), None)] * 3 + [((dim, 2 * dim), None)], (), frozen)
@@ -221,7 +230,7 @@ def units_of_stage(config: Config, sizes: Sizes, stage: StageLayers) -> list[Wei
     """Return the weight units of a stage without experts.
 
     A tied head's matrix is left out if the stage has the embedding, and so is a vocabulary that all stages share
-    (`shared_vocabulary`).
+    (`shared_vocabulary`). For multi-token prediction the last of several stages has a copy of the embedding.
     """
     model, shared = config.model, config.parallelism.vocab == "pipeline"
     units = [sizes.block(layer) for layer in stage.blocks(model)]
@@ -291,7 +300,7 @@ class Adapter(NamedTuple):
 
 
 def adapters_of(config: Config, layer: int, w: int) -> Iterator[Adapter]:
-    """Yield the LoRA adapters of block `layer`; none without [lora].
+    """Yield the LoRA adapters of block `layer`, in full size, not divided by tp or etp; none without [lora].
 
     Args:
         w: bytes of the compute dtype, by which the experts' adapter ranks are filled up to a multiple of 16 bytes.
@@ -315,7 +324,10 @@ ShardedUnits = list[tuple[WeightUnit, int]]
 def units_of_rank(
     config: Config, fold: Fold, sizes: Sizes, stages: list[StageLayers]
 ) -> tuple[ShardedUnits, ShardedUnits]:
-    """Return the weight units of a rank's stages: those without experts, and those of experts."""
+    """Return the weight units of a rank's stages, those without experts and those of experts.
+
+    Each has the number of data ranks that shard it. A vocabulary that all stages share is among the first.
+    """
     dense = [unit for stage in stages for unit in units_of_stage(config, sizes, stage)]
     dense += shared_vocabulary(config, sizes)
     blocks = [i for stage in stages for i in stage.blocks(config.model) if has_experts(config.model, i)]
@@ -323,12 +335,19 @@ def units_of_rank(
 
 
 def state_bytes(config: Config, fold: Fold, units: ShardedUnits, stages: list[StageLayers]) -> int:
-    """Return the bytes of the optimizer's state on a rank, which has these weight units and stages."""
+    """Return the bytes of the optimizer's state on a rank; frozen weights have none.
+
+    Of uneven shards those of the first data rank count, which are the largest.
+
+    Args:
+        units: weight units of the rank, as `units_of_rank` returns them for `stages`, in one list.
+        stages: the rank's stages, of which an optimizer with rules of its own for matrices (Muon) needs the names.
+    """
     optimizer = OPTIMIZERS.look_up(config.optimizer.name)
     as_weights, width = WIDTHS[config.training.dtype], optimizer.moment_width(config)
 
     def numbers(units: ShardedUnits) -> int:
-        """Return the bytes of one number for each trained weight."""
+        """Return the bytes of one number of state for each trained weight."""
         if width < as_weights:  # routers' too, which are stored wider
             return sum(unit.trained.shard_size(n) for unit, n in units) * width
         return sum(unit.trained.stored_bytes(n, width) for unit, n in units)

@@ -94,7 +94,7 @@ class TotalsByMode:
     def _expert_products(self, sample_ranks: int, samples: int, ep: int, etp: int) -> float:
         """Return the seconds of the experts' products in all MoE layers for one microbatch, without recomputation.
 
-        It is a lower bound of what these layers take.
+        It is a lower bound of what these layers take on the rank with the busiest experts.
 
         Args:
             sample_ranks: ranks that a sample is divided among, tp x cp.

@@ -114,8 +114,9 @@ class WeightCosts(BlockCosts):
     def weights(self, config: Config, fold: Fold, sizes: Sizes, layer: int) -> tuple[float, float, float]:
         """Return the seconds of the messages of block `layer`'s weights and gradients, as (gather, reduce, last).
 
-        `gather` is one gather of the weights, `reduce` one reduction of the gradients, and `last` the sum, once a step,
-        of the gradients of experts outside FSDP over their replicas.
+        `gather` is one gather of the weights, `reduce` one reduction of the trained ones' gradients over shards and
+        replicas, and `last` the sum, once a step, of the gradients of experts outside FSDP over their replicas; 0 if
+        FSDP has them. The router's are not counted. Computation that hides messages is not subtracted.
 
         Args:
             config: recipe, with the sharding options of the mapping.
@@ -195,7 +196,7 @@ class WeightCosts(BlockCosts):
     def edge_copies(self, copies: WeightCopies | None, fold: Fold, unit: WeightUnit) -> tuple[float, float]:
         """Return the seconds to copy embedding or head and its gradients, as (for each microbatch, for each step).
 
-        Zeros if `copies` is None.
+        A microbatch gathers it once, not twice as a block. Zeros if `copies` is None.
         """
         return (0.0, 0.0) if copies is None else self._copy_seconds(copies.moved(unit, fsdp(fold), 1))
 
@@ -227,6 +228,8 @@ class WeightCosts(BlockCosts):
         self, config: Config, fold: Fold, sizes: Sizes, blocks: list[tuple[int, int]], m: int, busy: Cost
     ) -> float:
         """Return the seconds that messages of weights and gradients add to a step, beyond hidden ones.
+
+        They are those of the blocks on the first pipeline rank and of the head; the embedding's are left out.
 
         Args:
             config: the recipe that is priced.
