@@ -100,7 +100,8 @@ class CodeSites(Observer):
     def recording(self) -> Iterator[None]:
         """Track regions of code, and store each operation's code site on its autograd node, within this context.
 
-        Backward then finds the line of forward that an operation belongs to. Turns torch's anomaly detection on.
+        Backward then finds the line of forward that an operation belongs to. Turns torch's anomaly detection on, but
+        not its check for NaN.
         """
         with ExitStack() as stack:
             stack.enter_context(listening(self))

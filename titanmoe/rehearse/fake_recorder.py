@@ -66,7 +66,10 @@ class FakeRecorder(Recorder):
         self.start_up: list[Message] = []
 
     def begin_step(self) -> None:
-        """Discard the messages, operations and memory of the step before, and begin the record of a new step."""
+        """Discard the messages, operations and memory record of the step before, and begin those of a new step.
+
+        Storages that are alive count from its start. `start_up` stays.
+        """
         self.log, self.operations = Log(), Operations()
         self.ledger.begin_step()
 

@@ -58,8 +58,9 @@ def _cell(x: Tensor) -> list[bool]:
 def track(func: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> None:
     """Store the values of an operation's results on fake tensors, `out`, if those of all its inputs are known.
 
-    The operation has just run. If inputs are unknown, and it writes to a tensor, what was known of that tensor is
-    forgotten. Floating-point tensors, and those of more than MOST elements, are never known.
+    The operation has just run. If inputs are unknown, and it writes to a tensor, what was known of that tensor and its
+    views is forgotten. Results of CONSTANTS, such as zeros_like, are known whatever the input is. Floating-point
+    tensors, and those of more than MOST elements, are never known.
     """
     results = [out] if isinstance(out, FakeTensor) else [x for x in tree_leaves(out) if isinstance(x, FakeTensor)]
     changes = func._schema.is_mutable

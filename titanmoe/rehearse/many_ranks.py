@@ -100,6 +100,8 @@ def build_programs(rehearsals: list[Rehearsal]) -> list[Program]:
 def check_ranks(rehearsals: Iterable[Rehearsal]) -> Verdict:
     """Return whether the rehearsed ranks' messages can complete and all ranks' split sizes match, with the reason.
 
+    Split sizes are compared only if the messages can complete.
+
     Args:
         rehearsals: Those of all ranks, or of some: then with the first rank of each stage.
     """

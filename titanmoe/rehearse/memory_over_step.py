@@ -54,7 +54,8 @@ class Storage:
     def resolved_component(self) -> str:
         """Return the memory component that the storage counts as, such as "gradients": one of `COMPONENTS`.
 
-        It is final only after the step, because a storage that backward still needs becomes a saved activation.
+        An assigned component comes first, then that of its region: logits that backward needs are "logits". It is final
+        only after the step, because another storage that backward still needs becomes a saved activation.
         """
         region = self.site.region
         if self.component or region in COMPONENT_OF_REGION:
@@ -167,7 +168,7 @@ class Ledger(Observer):
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Follow FSDP's resizing of storages, and find its gradients, within this context."""
+        """Follow FSDP's resizing of storages, and count its unsharded gradients as gradients, within this context."""
         resize, reduce = torch.UntypedStorage.resize_, FSDPParamGroup.post_backward
 
         def resized(storage: torch.UntypedStorage, size: int) -> Any:
@@ -199,7 +200,10 @@ class Ledger(Observer):
     # ---- the result
 
     def memory(self) -> Memory:
-        """Return the peak of the step so far, with the components and the storages alive at the peak."""
+        """Return the peak of the step so far, with the components and the storages alive at the peak.
+
+        Call it after the step: a saved activation is known as such only once backward has freed it.
+        """
         live: dict[int, Storage] = {}
         for storage, change in zip(self._storages[: self._highest], self._changes, strict=False):
             if change > 0:

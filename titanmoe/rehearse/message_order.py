@@ -44,7 +44,8 @@ def check_order(programs: list[Program], equal_pairs: Iterable[tuple[Program, Pr
         equal_pairs: Pairs of programs that must issue the same messages, each in its own groups.
 
     Returns:
-        A verdict whose text is HOST_ORDER or STREAMS if they can, else the first error; errors do not raise.
+        A verdict whose text is HOST_ORDER or STREAMS if they can, else the first error; errors do not raise. Ranks are
+        simulated only if the comparisons find no error. At most MOST (8) errors are returned.
     """
     errors_by_rule = (
         group_mismatches(programs),
@@ -95,7 +96,10 @@ def _group_text(group: tuple[str, tuple[tuple[int, ...], ...]] | None) -> str:
 
 
 def message_mismatches(programs: list[Program]) -> Iterator[str]:
-    """Yield error messages where members of a group do not issue matching collectives, or sends and receives."""
+    """Yield error messages where members of a group do not issue matching collectives, or sends and receives.
+
+    Only rehearsed members are compared. If one issues nothing in a group with collectives, only that is reported.
+    """
     by_comm: dict[Communicator, list[tuple[Program, list[Message]]]] = defaultdict(list)
     for program in programs:
         by_comm_of_rank: dict[Communicator, list[Message]] = defaultdict(list)
@@ -116,7 +120,10 @@ def message_mismatches(programs: list[Program]) -> Iterator[str]:
 
 
 def _collective_mismatches(members: list[tuple[Program, list[Message]]]) -> Iterator[str]:
-    """Yield error messages where the collectives of a group's members differ in order, type or size.
+    """Yield an error message for the first member of a group whose collectives differ from those of member 0.
+
+    Order, operation, dtype, layer, pass and size are compared. If no member differs, yield one for each all-to-all
+    whose split sizes do not match between sender and receiver.
 
     Args:
         members: Each member of one group with its messages in that group.
@@ -230,7 +237,10 @@ def unwaited_messages(programs: list[Program]) -> Iterator[str]:
 
 
 def program_differences(equal_pairs: Iterable[tuple[Program, Program]]) -> Iterator[str]:
-    """Yield an error message for the first pair of ranks that must issue the same messages and do not."""
+    """Yield an error message for the first pair of ranks that must issue the same messages and do not.
+
+    Their waits and host syncs must have the same order too. Split sizes and the groups' ranks are not compared.
+    """
     for a, b in equal_pairs:
         for event, other_event in zip_longest(a.log.events, b.log.events):
             if event is None or other_event is None or _event_signature(a, event) != _event_signature(b, other_event):

@@ -223,7 +223,7 @@ class Recorder(TorchDispatchMode):
         )
 
     def integer_values(self, x: Tensor) -> Tensor:
-        """Return a real tensor with the values of an integer tensor. Subclasses on fake tensors override it."""
+        """Return x itself, an integer tensor, whose values are read. For fake tensors subclasses return a real one."""
         return x
 
     def _message(self, op: str, group: str, inputs: Any, outputs: Any, *, splits: Any, peer: int = -1) -> Message:
@@ -262,7 +262,7 @@ class Recorder(TorchDispatchMode):
         self.log.events.append(Event("wait", number))
 
     def sync(self) -> None:
-        """Record that the host waits for the device."""
+        """Record that the host waits for the device. Subclasses call it; on real tensors such waits are not noticed."""
         self.log.syncs.append(self.sites.current_site())
         self.log.events.append(Event("sync", len(self.log.syncs) - 1))
 

@@ -128,7 +128,10 @@ def _read_line(file: Path, step: int | None) -> tuple[int, dict[int, list[int]]]
 
 
 def _load(line: Any) -> dict[int, list[int]] | None:
-    """Return the routed tokens of each expert by block in a parsed line; None if the line has none that are valid."""
+    """Return the routed tokens of each expert by block in a parsed line; None unless it has a step and valid loads.
+
+    One block with no routed tokens, or a count that is no whole number, makes the line invalid.
+    """
     if not isinstance(line, dict) or type(line.get("step")) is not int or not isinstance(line.get("load"), dict):
         return None
     load = line["load"]

@@ -91,7 +91,11 @@ def as_json(rehearsal: Rehearsal) -> dict[str, Any]:
 
 
 def format_rehearsal(rehearsal: Rehearsal) -> list[str]:
-    """Return the report of one rank's rehearsal as lines to print."""
+    """Return the report of one rank's rehearsal as lines to print.
+
+    It has the messages, host waits, communicators, memory at its peak and operations of the step, then the messages
+    before the first step, notes, and what was left out.
+    """
     lines = [
         *_heading(rehearsal, f"rank {rehearsal.rank} of {rehearsal.fold.world}"),
         f"parameters {format_bytes(rehearsal.parameter_bytes)}, gradients {format_bytes(rehearsal.gradient_bytes)}, "
@@ -144,7 +148,10 @@ def _remarks(rehearsal: Rehearsal) -> list[str]:
 
 
 def format_ranks(rehearsals: list[Rehearsal], verdict: Verdict) -> list[str]:
-    """Return the report of several ranks as lines to print: a row for each, the largest memory, and the verdict."""
+    """Return the report of several ranks as lines to print: a row for each, the largest memory, and the verdict.
+
+    Memory by component is that of the rank with the highest peak; notes are those of the first rank.
+    """
     first, count = rehearsals[0], len(rehearsals)
     which = "all of them" if count == first.fold.world else f"{count} of them, the others are taken to be alike"
     lines = _heading(first, f"{first.fold.world} ranks", f": {which}")
@@ -231,7 +238,7 @@ def memory_as_json(memory: Memory) -> dict[str, Any]:
 
 
 def memory_lines(memory: Memory) -> list[str]:
-    """Return lines to print about the memory peak: its components, and the lines of code that allocated most."""
+    """Return lines to print about the memory peak: its components, and the ten lines of code that allocated most."""
     site = memory.site
     context = ", ".join(x for x in (site.layer, site.region, site.phase) if x)
     peak_site = f"{site} ({context})" if site.line else "the start of the step"
@@ -308,7 +315,10 @@ def _costs_by_region(operations: Operations) -> dict[str, dict[str, OperationCos
 
 
 def cost_lines(operations: Operations) -> list[str]:
-    """Return lines to print about the cost of a step: by region and pass, and the operations that move most bytes."""
+    """Return lines to print about the cost of a step: by region and pass, and the twelve operations with most bytes.
+
+    An operation is all launches of one torch operation from one line of code, in one region and pass.
+    """
     total = operations.total()
     lines = [
         f"One step computes: {total.kernels:,} kernels, {total.flops:.4g} FLOPs, {format_bytes(total.read)} read and "

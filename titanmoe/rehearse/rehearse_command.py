@@ -71,7 +71,8 @@ def run_rehearse(args: argparse.Namespace) -> int:
     """Run `titanmoe rehearse`: print the report, and write the file of --json.
 
     Returns:
-        0; 1 if messages cannot complete; 2 if the request is refused, which is printed.
+        0; 1 if messages cannot complete, which a rehearsal of --rank alone does not check; 2 if the request is refused,
+            which is printed.
     """
     from titanmoe.ops.device import HARDWARE
 
@@ -137,7 +138,10 @@ def _report_relayout(args: argparse.Namespace, config: Config, world: int) -> Re
 
 
 def _problems(args: argparse.Namespace, hardware: list[str]) -> list[str]:
-    """Return a message for each option whose value is invalid, [] if none is; `hardware` has the known names."""
+    """Return a message for each option whose value is invalid, [] if none is; `hardware` has the known names.
+
+    The recipe and --rank are checked later.
+    """
     problems = []
     if args.hardware not in hardware:
         problems.append(f"--hardware = {args.hardware} is unknown: use {', '.join(hardware)}")

@@ -63,10 +63,11 @@ class RankMove:
     """Traffic of one rank in a move, in bytes."""
 
     needed: int
-    """Bytes of the rank's shards in the destination that it does not hold in the source."""
+    """Bytes, in the narrower dtype, of the rank's shards in the destination that it does not hold in the source."""
     received: int
     sent: int
     rounds: int
+    """Number of all-to-alls."""
     messages: int
     """Most memory that messages take at once."""
     weights: int
