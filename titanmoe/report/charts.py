@@ -70,7 +70,7 @@ def number(value: float) -> str:
 
 
 def percent(value: float) -> str:
-    """Return a fraction as text in percent, such as 12% for 0.12."""
+    """Return a fraction as text in percent, such as 12% for 0.12; "<0.1%" if it is above 0 and below 0.001."""
     if 0 < value < 0.001:
         return "<0.1%"
     return f"{100 * value:.2g}%" if value < 0.1 else f"{100 * value:.0f}%"
@@ -179,7 +179,10 @@ class Frame:
         self.sheet.marks.append(Stroke([self.point(*point) for point in points], role, width, opacity))
 
     def hover(self, curves: list[Curve]) -> None:
-        """Set `sheet.hover` to the curves' values, for the page's script, which shows those under the pointer."""
+        """Set `sheet.hover` to the curves' values, for the page's script, which shows those under the pointer.
+
+        They are those of `thin`, at most POINTS of a curve, in five digits.
+        """
         self.sheet.hover = {
             "x": [self.x, [LEFT, self.width - RIGHT]],
             "top": [self.top, self.height - BOTTOM],
@@ -205,7 +208,7 @@ def curves_chart(
         unit: a text at its right, such as the unit of y.
         form: formats the numbers at the y axis.
         smoothed: whether to draw a moving average over curves of 30 points or more.
-        marks: events, each drawn as a dashed line at its step.
+        marks: events, each drawn as a dashed line at its step; those outside the curves' steps are left out.
         size: width and height in pixels.
     """
     curves = [curve for curve in curves if curve.x]
@@ -242,7 +245,8 @@ def curves_chart(
 def times_chart(run: Run, title: str) -> Sheet | None:
     """Return a stacked chart of the seconds that each phase of a step takes, over the steps; None without times.
 
-    Of more than two lines of metrics.jsonl the first is left out, because its start-up would flatten the rest.
+    Of more than two lines of metrics.jsonl the first is left out, because its start-up would flatten the rest. Phases
+    without time are left out; dispatch, a part of forward and backward, is in the legend but not in the stack.
     """
     lines = [line for line in run.lines if "time.forward_backward" in line]
     lines = lines[1:] if len(lines) > 2 else lines
@@ -296,7 +300,11 @@ def relative_load(load_EC: np.ndarray) -> np.ndarray:
 
 
 def load_sheet(layer: int, load_EC: np.ndarray, steps: list[int]) -> Sheet:
-    """Return the heat map of how many tokens each expert of block `layer` gets, (E, C), at each of `steps`."""
+    """Return the heat map of the experts' load in block `layer`, relative to the mean of all experts at each step.
+
+    Args:
+        load_EC: tokens of each expert at each of `steps`.
+    """
     sheet = Sheet(300, 130, f"load of the experts of layer {layer}, steps {steps[0]} to {steps[-1]}")
     draw_heatmap(sheet, (0, 2, 298, 126), transparent_colours(relative_load(load_EC)), len(load_EC), steps)
     return sheet
@@ -305,7 +313,7 @@ def load_sheet(layer: int, load_EC: np.ndarray, steps: list[int]) -> Sheet:
 def draw_heatmap(
     sheet: Sheet, box: tuple[float, float, float, float], picture: np.ndarray, rows: int, steps: list[int]
 ) -> None:
-    """Draw a bitmap as a heat map on a sheet, and label a few rows and steps.
+    """Draw a bitmap as a heat map on a sheet; label the first, middle and last row, and the first and last step.
 
     Args:
         box: x, y, width and height.
@@ -328,7 +336,8 @@ def draw_heatmap(
 def ranks_sheet(run: Run) -> Sheet | None:
     """Return the heat map of the time that each rank computes or reads data, over the mean; None without times.
 
-    A row per rank, steps from left to right. The steps at which a straggler was named are marked.
+    A row per rank, steps from left to right. Colours are full at half and twice the mean. The steps at which a
+    straggler was named are marked.
     """
     if run.busy_RC is None:
         return None

@@ -45,7 +45,10 @@ FOLD_COLOURS = {"#008000": "c1", "#808000": "c2", "#800000": "event"}
 
 
 def sheets(runs: list[Run]) -> dict[str, Sheet | None]:
-    """Return the charts of the page by name, in the order in which they stand there; None for a chart without data."""
+    """Return the charts of metrics and times by name, in the page's order; None for a chart without data.
+
+    Quizzes and heat maps are not among them. Events are marked only if there is a single run.
+    """
 
     def curves(name: str) -> list[Curve]:
         return [Curve(run.name, *run.series(name), f"c{i}") for i, run in enumerate(runs)]
@@ -234,7 +237,7 @@ def _quizzes(runs: list[Run]) -> Iterator[str]:
 
 
 def _samples(runs: list[Run]) -> Iterator[str]:
-    """Yield an HTML table for each run with [validation.samples]: completions of its first and last steps."""
+    """Yield an HTML table for each run with [validation.samples]: completions of the first and the last ten steps."""
     for run in runs:
         samples = [event for event in run.events if event["kind"] == "samples"]
         if not samples:
@@ -248,7 +251,10 @@ def _samples(runs: list[Run]) -> Iterator[str]:
 
 
 def _rollouts(runs: list[Run]) -> Iterator[str]:
-    """Yield HTML with sampled completions of reinforcement learning and their rewards, step by step."""
+    """Yield HTML with completions of reinforcement learning and their rewards, of a run's first and last three steps.
+
+    They are those in rollouts.jsonl, which has only some of a training step. Nothing for runs without any.
+    """
     for run in runs:
         if not run.rollouts:
             continue
@@ -322,7 +328,7 @@ def _events(runs: list[Run]) -> Iterator[str]:
 
 
 def _folds(runs: list[Run]) -> Iterator[str]:
-    """Yield HTML with a picture of each distinct mapping among the runs."""
+    """Yield HTML with a picture of each distinct mapping among the runs; runs with an unknown mapping are left out."""
     names_of_picture: dict[str, list[str]] = {}
     for run in runs:
         if (fold := run.fold) is None:

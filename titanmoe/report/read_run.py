@@ -120,7 +120,8 @@ class Run:
 def read_runs(folders: list[Path]) -> list[Run]:
     """Read the folders of runs for the report.
 
-    A run is named by its folder, and by the folder's path if several have the same name.
+    A run is named by its folder, and by the folder's path if several have the same name. Files other than metrics.jsonl
+    may be missing; those that cannot be read, and lines that do not fit, are left out with a line in `Run.warnings`.
 
     Raises:
         ConfigError: a folder cannot be read, or has no metrics yet; with a line for each such folder.
@@ -153,7 +154,7 @@ def _read(folder: Path, lines: list[dict[str, Any]], warnings: list[str]) -> Run
     shapes: dict[str, int] = {}
 
     def read(name: str, accept: Accept) -> list[dict[str, Any]]:
-        """Return the accepted lines of a file that need not exist."""
+        """Return the accepted lines of a file; [] if there is none, or with a warning if it cannot be read."""
         try:
             return _read_lines(folder, name, accept, warnings)
         except safe_files.NOT_FOUND_ERRORS:
@@ -276,10 +277,10 @@ def _accept_event(line: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _accept_loads(line: dict[str, Any], shapes: dict[str, int]) -> dict[str, Any] | None:
-    """Return a line of experts.jsonl if it is valid, else None.
+    """Return a line of experts.jsonl if it is valid and has the layers and experts of the first such line, else None.
 
     Args:
-        shapes: number of experts by layer, the same in all lines; filled by the first valid line.
+        shapes: number of experts by layer; filled by the first valid line.
     """
     load = line.get("load")
     if not isinstance(load, dict) or not all(
