@@ -66,7 +66,11 @@ class PromptLoader(NoLoader):
         self.epoch_messages: list[str] = []
 
     def take(self, count: int) -> list[PromptRecord]:
-        """Return the next `count` prompts and advance; if an epoch begins, add a line to `epoch_messages`."""
+        """Return the next `count` prompts, the same on all ranks, and advance.
+
+        They are in the order of the epoch, which is shuffled. With the last prompt of an epoch a line is added to
+        `epoch_messages`, which says that the next one begins.
+        """
         prompts, before = self._next(count), self.epoch
         self.consumed += count
         if self.epoch > before:
@@ -179,7 +183,9 @@ class PolicyTrainer(Trainer):
         return {"regenerated": f"{count:,} completions of later steps, which no checkpoint has"} if count else {}
 
     def train_step(self) -> dict[str, Any]:
-        """Generate completions if none are left, and make one step. Collective over the world.
+        """Generate completions if none are left, make one step, and evaluate if that is due. Collective over the world.
+
+        A signal ends training (`stopping`) only once the completions that are generated have been learned from.
 
         Returns:
             The step's metrics by name; {} if there is nothing to learn from, and the step counts as skipped, or if a
@@ -250,7 +256,11 @@ class PolicyTrainer(Trainer):
         return coming
 
     def _batch(self, rollouts: Sequence[Rollout]) -> Batch:
-        """Return a step's batch, same on all ranks, with "old" and "reference" if needed. Collective over the world."""
+        """Return a step's batch, the same on all ranks, of its completions with advantages and weights of tokens.
+
+        With rl.updates > 1 the present weights give the column "old", and with rl.replay = "old" the routes too; with
+        rl.kl the weights under the adapters give "reference". Collective over the world.
+        """
         config, rl, session = self.config, self.config.rl, self.session
         values = advantages_and_weights(rollouts, rl, config.generation.max_tokens)
         batch = session.batch(**columns(rollouts, *values, config.training.seq_len, rl.replay == "rollout"))
@@ -295,7 +305,8 @@ class PolicyTrainer(Trainer):
     ) -> list[Rollout]:
         """Generate completions of each prompt and reward them; return them prompt by prompt. Collective over the world.
 
-        Rank 0 also appends completions to rollouts.jsonl: all of an evaluation, else those of the first prompt.
+        Completions to which the environment has replied go on together, once all of the turn are rewarded. Rank 0 also
+        appends completions to rollouts.jsonl: all of an evaluation, else those of the first prompt.
 
         Args:
             greedy: whether to take the most probable tokens, as in an evaluation, which does not stop for a signal.

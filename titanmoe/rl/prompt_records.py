@@ -51,7 +51,8 @@ class Prompts(NamedTuple):
     def encode_message(self, prompt: PromptRecord, last: int, message: str, role: str) -> list[int]:
         """Return the token ids that go between a turn of a completion and the next one: those of a message.
 
-        Raises a ChatError or ConfigError if the chat template cannot write the message.
+        To a prompt that is a text the message is added as it is; in a chat the template writes it, up to where the
+        model goes on, without an end mark that is `last` already. Raises a ChatError or ConfigError if it cannot.
 
         Args:
             last: the turn's last token.
@@ -68,7 +69,10 @@ class Prompts(NamedTuple):
 
 
 def contradictions(config: Config) -> Iterator[Violation]:
-    """Yield a violation for each contradiction between [rl], [generation] and other options of a recipe."""
+    """Yield a violation for each contradiction between [rl], [generation] and other options of a recipe.
+
+    Without rl.reward the one violation can be that rl.prompts is set.
+    """
     rl, generation = config.rl, config.generation
     if not rl.reward:
         if rl.prompts:
@@ -146,7 +150,8 @@ def contradictions(config: Config) -> Iterator[Violation]:
 def check_prompts(config: Config) -> None:
     """Raise a ConfigError with every reason why a run of reinforcement learning cannot start.
 
-    Starts a worker of the reward for a moment. Does nothing if rl.reward is "".
+    Reads the prompts, starts a worker of the reward for a moment, and checks that the model can generate under
+    [generation.parallelism]. Does nothing if rl.reward is "".
     """
     if not config.rl.reward:
         return
@@ -168,7 +173,12 @@ def check_prompts(config: Config) -> None:
 
 
 def read_prompts(config: Config) -> Prompts:
-    """Read the prompts of [rl] and return them; ConfigError with everything that is wrong with them."""
+    """Read the prompts of [rl] and return them; every rl.held_out-th record, if that is not 0, is held out.
+
+    Raises:
+        ConfigError: records are invalid (the first five are named), too few, or do not fit rl.reward, or the vocabulary
+            is smaller than the tokenizer's; an error of the chat template is raised alone.
+    """
     from titanmoe.data.chat import open_chat_encoder
     from titanmoe.data.tokenizer import open_tokenizer
     from titanmoe.generate.prompts import read_json_lines, read_prompt

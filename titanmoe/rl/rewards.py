@@ -110,7 +110,7 @@ class Rewards:
 
 
 def worker_command(options: RL) -> list[str]:
-    """Return the command of a worker process."""
+    """Return the command that starts titanmoe.rl.reward_worker for rl.reward, with its memory limit."""
     memory = str(int(options.reward_memory_gb * 1e9))
     program = options.reward.partition("run ")[2] if options.reward.startswith("run ") else ""
     what = ["run", *shlex.split(program)] if program else ["call", options.reward]
@@ -118,7 +118,10 @@ def worker_command(options: RL) -> list[str]:
 
 
 def check_reward(options: RL) -> None:
-    """Raise a ConfigError unless a worker of the recipe's reward starts, or the program that it runs can be found."""
+    """Raise a ConfigError unless a worker of the recipe's reward starts, or the program that it runs can be found.
+
+    The worker is started to import the function, which is not called; a program ("run ...") is not started.
+    """
     name, usage = options.reward, f'give {", ".join(reward_worker.BUILT_IN)}, "module:function", or "run PROGRAM ..."'
     if name.startswith("run "):
         from shutil import which
