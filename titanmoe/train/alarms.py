@@ -35,8 +35,9 @@ class SpikeAlarm:
     def check(self, loss: float) -> str:
         """Add the loss of a step; return the text of a "spike" event, or "".
 
-        A spike of several steps is reported once, at its first step, and none in the first MIN_LOSSES (16) steps.
-        A loss that is not finite is ignored.
+        A spike is over SPIKE_DEVIATIONS (6) robust deviations, each of at least 2 % of the median, above the median of
+        the WINDOW (64) losses before. One that lasts several steps is reported once, at the first, and none in the
+        first MIN_LOSSES (16) steps. A loss that is not finite is ignored.
         """
         if not math.isfinite(loss):  # the step was skipped; a NaN would make the median meaningless
             return ""
@@ -91,8 +92,10 @@ class LoadAlarm:
     def check(self, loads: dict[int, list[float]]) -> Iterator[str]:
         """Add the loads of a step; yield a text for each "collapse" event, such as a dying expert or very uneven loads.
 
-        A text comes once, when this has lasted for REPORT_STEPS (50) steps, or COLLAPSE_STEPS (10) if all tokens choose
-        the same experts. A layer's loads are added when the iterator comes to it, so the caller goes on to the end.
+        An expert is dying below 1 % of the mean load; loads are uneven if the busiest expert has over `limit` times the
+        mean: half of the greatest possible ratio, at least 2. A text comes once each time that this has lasted for
+        REPORT_STEPS (50) steps, or COLLAPSE_STEPS (10) if all tokens choose the same experts. A layer's loads are added
+        when the iterator comes to it, so the caller goes on to the end.
 
         Args:
             loads: by number of the block, how many tokens each of all experts received in this step, over all ranks.

@@ -247,9 +247,12 @@ def build_model(
 
 
 def prepare_reference(config: Config, training: Training) -> dict[str, str]:
-    """Call `Reference.prepare` if the objective reads a reference model, and return its header lines; {} if not.
+    """Give the loader the log-probabilities of a reference model, if the objective reads one, else do nothing.
 
-    Collective over the world.
+    They are computed before the first step, unless they are stored already. Collective over the world.
+
+    Returns:
+        Header lines by label; {} if the objective reads none.
     """
     if not OBJECTIVES.look_up(config.training.objective).reads_reference:
         return {}
@@ -262,6 +265,8 @@ def make_evaluations(
     config: Config, model: RankModel, slicer_for: Callable[..., Slicer]
 ) -> tuple[Validation | None, QuizEvaluation | None]:
     """Build the validation and the quiz that the recipe asks for; None in place of one that it does not ask for.
+
+    Preference pairs are validated by the run's objective, all else by cross-entropy, whatever the objective is.
 
     Args:
         slicer_for: called as slicer_for(objective=...); makes the Slicer that takes this rank's part of a batch.

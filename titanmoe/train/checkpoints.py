@@ -232,6 +232,7 @@ class Checkpoints:
         """Return one line for each damaged file of a checkpoint; [] if it is intact.
 
         Only rank 0 calls it, in the `choose` of `choose_start`, where the other ranks wait to verify some of the files.
+        With checkpoint.verify = false only sizes are compared.
 
         Raises:
             CheckpointError: the folder is no checkpoint.
@@ -243,7 +244,8 @@ class Checkpoints:
     def _check_together(self, path: Path) -> list[str]:
         """Verify a checkpoint's files, each rank some of them; return all ranks' lines on damage, [] if none.
 
-        If a rank cannot see the files, the one line says so. Collective over the world.
+        Sizes are compared, with checkpoint.verify also contents. If a rank cannot see the files, the one line says so.
+        Collective over the world.
         """
         runtime, contents = self.runtime, self.options.verify
         try:
@@ -262,8 +264,8 @@ class Checkpoints:
             model_only: whether to load the weights alone, and start at step 0 with a new optimizer.
 
         Returns:
-            One line for each option that differs from the checkpoint's config, and notes on the effects; [] with
-                `model_only`.
+            One line for each option that differs from the checkpoint's config, those of [checkpoint], [job] and
+                [metrics] apart, and notes on the effects; [] with `model_only`.
 
         Raises:
             ConfigError: the checkpoint does not fit the run, its model or its data, or cannot be read.
@@ -349,12 +351,15 @@ class Checkpoints:
     # ---- saving
 
     def wants_to_stop(self) -> bool:
-        """Return whether this rank wants to stop, after a signal or a failed save; the loop then stops all ranks."""
+        """Return whether this rank wants to stop; the loop then stops all ranks. Not collective.
+
+        It does after a signal, or if a save has failed or exceeded checkpoint.timeout_s.
+        """
         return bool(self.signals.number or (self.saver and self.saver.failed_or_late))
 
     @property
     def is_due(self) -> bool:
-        """True if checkpoint.interval or keep_best asks for a save after the step just made."""
+        """True if checkpoint.interval or keep_best asks for a save after the step just made, which is not saved yet."""
         if self.saver and self.state.step in (self.start_step, self.saver.begun_step):
             return False  # the loop has been stopped before it made a step
         is_best = self.best is not None and self.best.keeps and self.best.step == self.state.step

@@ -25,7 +25,9 @@ class Checks(Observer):
     """Default numerical checks, which accept every step; `titanmoe.watch` has real ones. An observer of the run."""
 
     def suspect(self, why: str, work: StepWork, sums: StepSums) -> StepSums | None:
-        """Examine a step whose loss or gradient norm is unusual. The Guard calls it on all ranks before the update.
+        """Examine a step whose loss or gradient norm is unusual; here do nothing and return None.
+
+        The Guard calls it on all ranks before the update.
 
         Args:
             why: what is unusual, as text.
@@ -39,7 +41,7 @@ class Checks(Observer):
         """
 
     def after_step(self, saves: bool) -> None:
-        """Check weights and optimizer state after a step. Collective over the world.
+        """Check weights and optimizer state after a step; here do nothing. Collective over the world in subclasses.
 
         Args:
             saves: whether a checkpoint is saved after this step.
@@ -53,5 +55,5 @@ class Checks(Observer):
         return {}
 
     def explained(self) -> str:
-        """Return what was found out about the last step with an unusual loss or norm, as sentences; "" if nothing."""
+        """Return what was found out about the last step with an unusual loss or norm, as sentences; "" by default."""
         return ""

@@ -81,7 +81,11 @@ FORMATS = {
 
 
 def format_metrics(record: dict[str, float]) -> dict[str, str]:
-    """Return what the console shows of a line of metrics.jsonl, as text by label, such as {"tokens/s": "12,345"}."""
+    """Return what the console shows of a line of metrics.jsonl, as text by label, such as {"tokens/s": "12,345"}.
+
+    The loss, or the reward instead of it, comes first; then the metrics of FORMATS that the line has, without
+    dropped tokens if there are none, and those of validation and quizzes, of which the accuracy alone.
+    """
     name, value = judged_metric(record)
     shown = {name: f"{value:.4f}"}
     for name, (label, text) in FORMATS.items():
@@ -256,7 +260,7 @@ def print_header(rows: dict[str, str | Text]) -> None:
 
 
 def describe_saving(options: Checkpoint, each: int, run: Path) -> Text:
-    """Return text on when and where the run saves, for the header; red if nothing is saved or the disk is too full.
+    """Return text on when and where the run saves, for the header; red if nothing is saved or the disk lacks room.
 
     Args:
         each: bytes of one checkpoint.

@@ -50,7 +50,7 @@ class Evaluation:
         return self.evaluate() if self.is_due else {}
 
     def evaluate(self) -> dict[str, Any]:
-        """Evaluate the model and return metrics by name, with its seconds. Collective over the world."""
+        """Evaluate the model, in subclasses; return metrics by name, with its seconds. Collective over the world."""
         raise NotImplementedError
 
 

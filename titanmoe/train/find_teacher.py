@@ -42,7 +42,8 @@ def find_teacher(folder: str) -> FullModel:
 def teacher_config(config: Config, teacher: FullModel) -> Config:
     """Return the config under which the teacher runs: its own [model], with the run's mapping and batches.
 
-    All weights are frozen, nothing is recomputed, and no tokens are dropped.
+    All weights are frozen, nothing is recomputed, and no tokens are dropped. Multi-token prediction and the run's
+    adapters are left out, and so are the layers that the recipe gives each stage.
     """
     return replace(
         config,
@@ -57,7 +58,11 @@ def teacher_config(config: Config, teacher: FullModel) -> Config:
 
 
 def teacher_problems(config: Config, world: int) -> Iterator[str]:
-    """Yield a message for each reason why distillation.teacher, if set, cannot be used, except its tokenizer."""
+    """Yield a message for each reason why distillation.teacher, if set, cannot be used, except its tokenizer.
+
+    These are that it cannot be read, a vocabulary of another size, and laws of the run's mapping that its model breaks
+    and the run's own does not.
+    """
     if not config.distillation.teacher:
         return
     try:
