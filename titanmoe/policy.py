@@ -118,7 +118,10 @@ class PolicyLoss:
     KL(reference | model). k1 = -d: right as a value or in a reward, but its gradient as a loss has mean 0."""
 
     def find_problems(self, config: Config) -> list[str]:
-        """Return a message for each of moe.jitter, moe.capacity_factor and lora.dropout that makes training differ."""
+        """Return a message for each option by which log-probabilities depend on more than weights and sample.
+
+        These are moe.jitter and lora.dropout, which act in training alone, and moe.capacity_factor, if they are not 0.
+        """
         moe = config.moe
         problems = []
         if moe.jitter:
@@ -187,6 +190,8 @@ class PolicyLoss:
     @torch.no_grad()
     def metrics(self, log_probs_NL: Tensor, batch: Batch, entropy_NL: Tensor | None = None) -> dict[str, float]:
         """Return metrics of the given samples by name, for reports; {} if every label's weight is 0. No communication.
+
+        Labels with weight 0 do not count. Without the column "old" the old policy is the model itself.
 
         "policy.clipped" is the fraction of clipped labels; "policy.ratio_p1", "policy.ratio_p50" and "policy.ratio_p99"
         are quantiles of the ratio to the old policy; with `entropy_NL` "policy.entropy" is the mean entropy; with the

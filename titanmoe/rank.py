@@ -32,7 +32,8 @@ gc.enable()
 def watch(config: Config, training: Training) -> AbstractContextManager[Any]:
     """Return a context in which hung ranks are watched for; if a rank is late, the process ends with a report.
 
-    Collective over the world. It does nothing for a single rank or with `training.watch = false`.
+    With training.stragglers it also measures which ranks are slow. Collective over the world. It does nothing for a
+    single rank or with `training.watch = false`.
     """
     if training.runtime.world == 1 or not config.training.watch:
         return nullcontext()
@@ -42,9 +43,9 @@ def watch(config: Config, training: Training) -> AbstractContextManager[Any]:
 
 
 def plan_overlap(config: Config, runtime: Runtime) -> tuple[Config, str]:
-    """Replace moe.overlap = "auto" by the planner's choice; return the config and the reason.
+    """Replace moe.overlap = "auto" by the planner's choice, on CPUs "none"; return the config and the reason.
 
-    Collective over the world.
+    Any other value stays, with the reason "". Collective over the world on GPUs: rank 0's device is planned for.
     """
     from titanmoe.plan.planned_overlap import plan_overlap_of_run
 
@@ -52,9 +53,9 @@ def plan_overlap(config: Config, runtime: Runtime) -> tuple[Config, str]:
 
 
 def sample_completions(config: Config, model: RankModel) -> Evaluation | None:
-    """Build the evaluation that completes the recipe's prompts with this rank's stages; None if it has no prompts.
+    """Build the evaluation that completes the prompts of [validation.samples]; None if it has no prompts.
 
-    Collective over the world.
+    It generates under a mapping of its own, to which the run's weights are copied. Collective over the world.
     """
     if not has_samples(config):
         return None

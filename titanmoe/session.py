@@ -409,13 +409,15 @@ class Session:
     def optim_step(self, rate: float | None = None) -> dict[str, Any]:
         """Sum the step's gradients over the ranks, clip them and update the weights; return the step's metrics by name.
 
+        With optimizer.skip_spikes a step with a spike, or with a number that is not finite, makes no update.
+
         Args:
             rate: learning rate; None for the recipe's schedule.
 
         Raises:
             ConfigError: without a `forward_backward` call since the last step.
             NumericalFault: on all ranks, if the loss or the gradient norm is not finite; with optimizer.skip_spikes
-                only after skip_limit such steps.
+                only after skip_limit skipped steps in a row.
         """
         if self._counts is None:
             raise ConfigError("there are no gradients: call forward_backward before optim_step")
