@@ -8,12 +8,14 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from tests import world
 from tests.support import planted_faults, processes
 from tests.support.fake_gpu import GPU, FakeGPU
 from titanmoe.components import COMPONENTS
-from titanmoe.config.schema import Parallelism
+from titanmoe.config import ConfigError
+from titanmoe.config.schema import Experts, Parallelism
 from titanmoe.fold.degrees import derive
 from titanmoe.fold.meshes import build_meshes
 from titanmoe.launcher import check_cluster
@@ -58,6 +60,24 @@ def test_a_fit_cluster_and_one_whose_sums_are_wrong() -> None:
     result = world.run(2, checked, expected, ["tensor parallel"], "router_not_reduced_over_tp")[0]
     (problem,) = result["problems"]
     assert problem.startswith("tensor parallel is off by ")
+
+
+def timed(node: int) -> list[tuple[str, int]]:
+    from tests.parity import runtime_here
+
+    fold = derive(4, Parallelism(experts=Experts(ep=4)))
+    wires = check_cluster.time_axes(build_meshes(fold, "cpu", node), runtime_here())
+    return [(wire.axis, wire.ranks) for wire in wires if wire.message == "all-to-all"]
+
+
+def test_both_hops_of_a_dispatcher_that_works_by_node_are_timed() -> None:
+    assert world.run(4, timed, 2)[0] == [("ep x etp in a node", 2), ("ep between nodes", 2)]
+    assert world.run(4, timed, -1)[0] == [("ep x etp", 4)]
+
+
+def test_words_that_name_no_case_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--only dispatchers names none of the cases .*dispatcher hierarchical"):
+        check_cluster.compare(Runtime(0, 0, 2, torch.device("cpu")), ["dispatchers"], 2, [])
 
 
 @pytest.mark.slow

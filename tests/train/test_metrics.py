@@ -289,6 +289,9 @@ def test_the_header_says_what_is_saved_and_the_last_line_what_was(config, capsys
     assert saves.split(maxsplit=1)[1].strip() == f"saves every 500 steps and at the end {about}"
     assert done.startswith("done       step 4 of 4") and f"; saved as {checkpoints}/step-00000004; " in done
 
+    config.checkpoint.keep_every, config.checkpoint.keep_best = 1000, "val_loss"
+    text = console.describe_saving(config.checkpoint, run.header.checkpoint_bytes, run.folder).plain
+    assert "(the last 3, every 1,000th step and the best by val_loss kept, about" in text
     config.checkpoint.interval = config.checkpoint.keep_last = 0
     config.checkpoint.folder = str(run.folder)
     text = console.describe_saving(config.checkpoint, run.header.checkpoint_bytes, run.folder).plain

@@ -183,11 +183,15 @@ def compare(runtime: Runtime, only: list[str], node: int, expected: list[float])
 
     Returns:
         A Comparison for each of these cases, in the order of `cases`; those that cannot run here have `skipped` set.
+
+    Raises:
+        ConfigError: no case's name contains one of these words.
     """
-    rows = []
-    for name, changes in cases(runtime.world, node).items():
-        if only and not any(word in name for word in only):
-            continue
+    known, rows = cases(runtime.world, node), []
+    wanted = {name: changes for name, changes in known.items() if not only or any(word in name for word in only)}
+    if not wanted:
+        raise ConfigError(f"--only {' '.join(only)} names none of the cases {', '.join(known)}")
+    for name, changes in wanted.items():
         try:
             config = read_config(command_line(runtime.world, changes, runtime.device.type), runtime.world, COMPONENTS)
         except ConfigError as error:
@@ -270,10 +274,12 @@ def time_axes(meshes: Meshes, runtime: Runtime) -> list[AxisTiming]:
     Collective over all ranks; rank 0 prints a line for each. Axes of one rank are left out. cp has an all-gather,
     whatever cp_kind is. HSDP's all-reduces and the pipeline's messages use the same links and are not timed.
     """
+    by_node = meshes.across.size > 1
     axes = {
         "tp": (meshes.tp, ("all-gather", "reduce-scatter")),
         "cp": (meshes.cp, ("all-gather",)),
-        "ep x etp": (meshes.expert_group, ("all-to-all",)),
+        "ep x etp" + " in a node" * by_node: (meshes.within, ("all-to-all",)),
+        "ep between nodes": (meshes.across, ("all-to-all",)),
         "FSDP of attention": (_fsdp_group(meshes.dense_data), ("all-gather", "reduce-scatter")),
         "FSDP of experts": (_fsdp_group(meshes.expert_data), ("all-gather", "reduce-scatter")),
     }
@@ -310,7 +316,7 @@ def versions(runtime: Runtime) -> list[str]:
 def check(runtime: Runtime, only: list[str], recipe: str) -> dict[str, Any]:
     """Run all comparisons and timings, and print them. Collective over all ranks.
 
-    Raises ConfigError if the recipe cannot run on so many ranks.
+    Raises ConfigError if the recipe cannot run on so many ranks, or `only` names no case.
 
     Args:
         runtime: this rank's runtime.

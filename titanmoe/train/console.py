@@ -269,8 +269,9 @@ def describe_saving(options: Checkpoint, each: int, run: Path) -> Text:
         return Text("saves nothing (checkpoint.enable = false)", "bold red", overflow="fold")
     folder = checkpoints_folder(run, options)
     when = f"every {options.interval:,} steps and at the end" if options.interval else "at the end"
-    best = f" and the best by {options.keep_best}" * bool(options.keep_best)
-    retention = f"the last {options.keep_last}{best} kept" if options.keep_last else "all kept"
+    more = f", every {options.keep_every:,}th step" * bool(options.keep_every)
+    more += f" and the best by {options.keep_best}" * bool(options.keep_best)
+    retention = f"the last {options.keep_last}{more} kept" if options.keep_last else "all kept"
     text = Text(f"saves {when} to {folder} ({retention}, about {format_bytes(each)} each)", overflow="fold")
     with contextlib.suppress(OSError):
         if (free := shutil.disk_usage(folder).free) < each:
