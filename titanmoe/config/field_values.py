@@ -28,7 +28,8 @@ class WrongType(NamedTuple):
 def convert(value: Any, target: Field) -> Any:
     """Return a value of a recipe in the field's type, or a WrongType. Integers for a float field become floats.
 
-    An integer from 2^63 on becomes inf there, which the field's range refuses; in a list it makes a WrongType.
+    No other type is converted: true and 1.0 are no integers. An integer from 2^63 on becomes inf for a float field,
+    which its range refuses; in a list it makes a WrongType. Ranges are not checked here.
     """
     if target.item:
         if isinstance(value, list) and target.item is float:
@@ -66,7 +67,7 @@ def convert_words(texts: list[str], target: Field) -> Any:
 
 
 def parse(text: str, value_type: Any) -> Any:
-    """Parse a text as an int, float, str or bool ("true", "false"); return None if it is none, and for dict."""
+    """Parse a text as an int, float, str or bool ("true", "false", in any case); None if it cannot be, and for dict."""
     if value_type is dict:
         return None
     if value_type is bool:

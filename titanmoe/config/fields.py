@@ -134,7 +134,8 @@ def build(values: Mapping[str, Any], components: Components | None = None) -> Co
     """Return a Config with these values, unchecked; fields that are not in `values` have the schema's defaults.
 
     Args:
-        values: values by path, such as "moe.dispatcher".
+        values: values by path, such as "moe.dispatcher". Paths that the schema lacks are ignored, but for [model.own].
+        components: the config's components; None for none.
     """
 
     def table(cls: type, prefix: str) -> Any:
@@ -165,7 +166,7 @@ def with_values(config: Any, values: Mapping[str, Any]) -> Any:
 
 
 def toml_value(value: Any) -> str:
-    """Return a value as TOML text, such as `[1, 2]` or `"a"`."""
+    """Return a value as TOML text on one line, such as `[1, 2]` or `"a"`; dicts become inline tables."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
@@ -183,7 +184,7 @@ def toml_value(value: Any) -> str:
 def to_toml(config: Config) -> str:
     """Return the TOML text of a recipe that has every field and loads to the same config.
 
-    With training.epochs, the number of steps is a comment, because it depends on the data.
+    With training.epochs, training.steps is -1, and the number of steps is a comment, because it depends on the data.
     """
     values, notes = flatten(config), {}
     if config.training.epochs:
@@ -224,7 +225,7 @@ def docstrings() -> dict[str, str]:
 def help_page(
     program: str, values: Mapping[str, Any], origins: Mapping[str, str], width: int, components: Components
 ) -> str:
-    """Return the text of --help.
+    """Return the text of --help: usage, then the fields of each table with their values, origins and docstrings.
 
     Args:
         program: name of the command.

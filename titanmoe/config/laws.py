@@ -24,7 +24,10 @@ WIDTHS = {"bfloat16": 2, "float32": 4, "float64": 8}
 
 
 def out_of_range(values: Mapping[str, Any]) -> list[Violation]:
-    """Return a violation for each number outside its range, given the values of all fields by path."""
+    """Return a violation for each number outside its range, given the values of fields by path.
+
+    nan, infinity and numbers of at least 2^63 in size are outside every range. Fields without a value are skipped.
+    """
     violations = []
     for path, limits in ranges().items():
         value = values.get(path, [])
@@ -249,7 +252,7 @@ def _dropping(moe: MoE) -> Iterator[Violation]:
 
 
 def _products(config: Config) -> Iterator[Violation]:
-    """Yield contradictions about the experts' matrix products: grouped products, dtypes, accumulation of gradients."""
+    """Yield contradictions of grouped_mm, expert_dtype and accumulate_weight_gradients with dtype, compile, lora."""
     moe, dtype = config.moe, config.training.mixed_precision_param
     if moe.grouped_mm == "grouped" and dtype == "float64":
         yield Violation(

@@ -66,8 +66,8 @@ def format_problems(problems: Sequence[str], source: str = "") -> str:
 def exit_with(problems: Sequence[str], source: str = "") -> NoReturn:
     """Print the problems on stderr and exit with code 2, as every rank does after a user's mistake.
 
-    Rank 0 prints at once. Another rank waits 5 seconds and prints only if it is still running then, which means that
-    the problem is its own, such as data that its machine lacks.
+    Rank 0 prints at once. Another rank waits 5 seconds, in which a SIGTERM ends it silently. It prints only after them,
+    because the problem is then its own, such as data that its machine lacks.
 
     Args:
         source: where they are, such as the recipe's file; "" if they say so themselves.
@@ -116,7 +116,9 @@ class Draft:
     fallback: dict[str, Any]
     """The value that each field has if nothing sets it: its default, preset or the published model's, by path."""
     config: Config | None
-    """The config, in which refused values are replaced by those of `fallback`; None if the recipe cannot be read."""
+    """The config; None if the recipe cannot be read.
+
+    In place of a refused value it has that of `fallback`, or the recipe's if the command line's is of a wrong type."""
 
     @property
     def problems(self) -> list[str]:
@@ -130,7 +132,7 @@ class Draft:
         return " and ".join(filter(None, [words.recipe, "the command line" * bool(words.overrides or words.problems)]))
 
     def error(self, *problems: str) -> ConfigError:
-        """Return a ConfigError with the problems found so far and further ones."""
+        """Return a ConfigError with the problems so far and further ones; without any so far, it names no source."""
         return ConfigError([*self.problems, *problems], self.source if self.problems else "")
 
     def with_words(self, words: Sequence[str]) -> Draft:
@@ -174,9 +176,10 @@ class Draft:
 
 
 def read_draft(argv: Sequence[str], components: Components, recipe: Recipe | None = None) -> Draft:
-    """Read the recipe and the overrides of a command line. Raises nothing: problems are in the draft.
+    """Read the recipe and the overrides of a command line. Raises nothing for mistakes of the user: the draft has them.
 
-    The components that these name are imported, and allowed in records of runs (`allow_code`).
+    Types, ranges and contradictions between fields are checked already, but no mapping. The components that recipe and
+    overrides name are imported, and allowed in records of runs (`allow_code`).
 
     Args:
         argv: words of the command line, a recipe and overrides, such as ["debug", "--training.steps", "10"].
@@ -238,7 +241,9 @@ class Settings:
     """
 
     def put(self, target: Field, given: Any) -> None:
-        """Set a field, refused or not so far; if its type does not allow the value, refuse it and add a problem.
+        """Set a field; if its type does not allow the value, mark the field as refused and add a problem.
+
+        A refused field keeps the value that it had. A later value that is allowed ends its refusal, not the problem.
 
         Args:
             given: the recipe's value or, if the field is in `on_command_line`, the words after the option.
@@ -371,9 +376,10 @@ def _refuse_disagreements(settings: Settings, file: ModelFile) -> None:
 def _fallback(settings: Settings, components: Components, model_file: ModelFile | None) -> dict[str, Any]:
     """Return the value that each field has if neither recipe nor command line sets it, by path.
 
-    That is the published model's value, else a preset of a component that the config names, else the schema's default.
-    If a component cannot be used, its field has its default; in `settings` there is a problem, the field is refused,
-    and its value is gone.
+    That is the published model's value, else a preset of a component that the config names, else the schema's default;
+    training.steps is -1 if training.epochs is set. If a component cannot be used, `settings` is changed: a problem is
+    added, the field is refused, and its value is removed. A refused model.family or model.size refuses all fields of
+    [model] that are not set.
 
     Args:
         components: kinds of components, which have presets.
@@ -403,7 +409,10 @@ def _fallback(settings: Settings, components: Components, model_file: ModelFile 
 
 
 def _mention_fallbacks(problem: str, refused: set[str], values: dict[str, Any]) -> str:
-    """Append to a problem the values of fields in it that stand in for refused ones (`refused`: their paths)."""
+    """Return a problem's text, followed by the values of mentioned fields that stand in for refused ones.
+
+    A field is mentioned if the last part of its path is a word of the text. `refused` has paths of fields.
+    """
     stand_ins = [path for path in values if path in refused and re.search(rf"\b{path.rpartition('.')[2]}\b", problem)]
     if not stand_ins:
         return problem

@@ -28,6 +28,9 @@ def changed_paths(change: Sequence[str]) -> set[str]:
 
 
 def path_of(name: str) -> str:
-    """Return the path of a field from its name in model.change, which leaves out the "model." of fields of [model]."""
+    """Return the path of a field from its name in model.change, which leaves out the "model." of fields of [model].
+
+    "dim" is model.dim, "own.x" is model.own.x, and names of other tables, such as "moe.jitter", are paths.
+    """
     table = name.partition(".")[0]
     return f"model.{name}" if table in (name, "own") else name

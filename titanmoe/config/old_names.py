@@ -56,7 +56,7 @@ OLD_VALUES: dict[str, dict[str, str]] = {
 def rename(config: dict[str, Any]) -> None:
     """Replace old names of options in the config of a record by the present ones, in place, unless these are set.
 
-    Removed options are dropped, and old names of choices replaced too.
+    Removed options are dropped. Old names of choices, and of fields that model.change lists, are replaced too.
 
     Args:
         config: nested tables of values, from a checkpoint's manifest or a run's config.toml.

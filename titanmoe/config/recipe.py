@@ -82,7 +82,10 @@ class Recipe:
 
 
 def read_recipe(name: str) -> Recipe:
-    """Read and parse the recipe in the file `name`. Raises RecipeError if it cannot be read or is not TOML."""
+    """Read and parse the recipe in the file `name`. Raises RecipeError if it is unreadable, too long or no TOML.
+
+    A shipped recipe's name is not looked up (`find_recipe`), only suggested in the error.
+    """
     try:
         with open(name, "rb") as stream:
             return parse_recipe(name, stream.read(MAX_BYTES + 1))
@@ -133,7 +136,7 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def _longest_key(text: str) -> int:
-    """Return the largest number of dotted names in one key (or string) of a TOML text.
+    """Return about the largest number of dotted names in one key (or string) of a TOML text, up to two too few.
 
     The parser's time grows with its square.
     """
