@@ -42,9 +42,11 @@ class DocumentWork:
 
 
 def assign_samples(work_N: np.ndarray, microbatches: int, ranks: int, size: int) -> np.ndarray:
-    """Return the sample numbers (M, R, B) of each microbatch and data rank, chosen so that their work is even.
+    """Return the sample numbers (M, R, B) of each microbatch and data rank, chosen greedily so that work is even.
 
-    `work_N` is each sample's work in any unit, `size` is B. Ranks that pass the same work agree without communicating.
+    The ranks of a microbatch have about equal work, and so have all microbatches of a rank together; microbatches of a
+    step may differ. `work_N` is each sample's work in any unit, `size` is B. Nothing is communicated: ranks that pass
+    the same work get the same numbers.
     """
     groups: list[list[int]] = [[] for _ in range(microbatches * ranks)]
     weight = np.zeros(len(groups))

@@ -88,7 +88,7 @@ class ChatEncoder:
     def encode(self, messages: Any, tools: Any = None) -> tuple[np.ndarray, np.ndarray]:
         """Return the token ids of a conversation and their weights as labels, which are 0 outside assistant messages.
 
-        Both are (T,), the weights in float32.
+        Both are (T,), the weights in float32. A token that reaches into a message's characters has its weight.
 
         Args:
             messages: a record's list of {"role": ..., "content": ...}, unchecked; "weight" may be another key.
@@ -162,6 +162,8 @@ class ChatEncoder:
 
     def encode_prompt(self, messages: list[dict[str, str]]) -> np.ndarray:
         """Return the token ids of a conversation followed by the generation prompt, for sampling a reply.
+
+        Unlike `encode`, it takes no tools and does not check the messages.
 
         Raises:
             ChatError: the template refuses the messages.
@@ -272,7 +274,8 @@ class ChatEncoder:
     def _find_written_null(self, messages: list[Any], prompt: bool, times: int) -> str:
         """Return the place of the first null that the template writes as the word "None"; "" if there is none.
 
-        The place is a text such as "message 2's content", with messages counted from 1.
+        The place is a text such as "message 2's content", with messages counted from 1. It is found by rendering with
+        "" in place of each null.
 
         Args:
             messages: the conversation.
@@ -402,6 +405,8 @@ def _describe_content_not_text(messages: list[Any]) -> str:
 def open_chat_encoder(template: str, tokenizer: Tokenizer) -> ChatEncoder:
     """Return an encoder of conversations with the chat template in the file `template`; "" for the tokenizer's own.
 
+    That is the file chat_template.jinja beside it, else the one in tokenizer_config.json; of several "default".
+
     Raises:
         ConfigError: there is no template, or it cannot be read or compiled.
     """
@@ -442,7 +447,8 @@ def _shorten(text: str) -> str:
 def _check_messages(messages: Any, template: str) -> None:
     """Raise a ChatError if a conversation's messages are malformed, or the assistant says nothing to learn from.
 
-    `template` is the text of the chat template, which may name further roles.
+    Roles, weights and reserved characters are checked, but not the type of a message's content. `template` is the text
+    of the chat template, which may name further roles.
     """
     if not isinstance(messages, list) or not messages:
         raise ChatError(

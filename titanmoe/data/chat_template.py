@@ -195,7 +195,10 @@ def _receive(stream: BinaryIO) -> tuple[bytes, float, int] | None:
 
 
 def serve() -> None:
-    """Compile the template of the first request, then render requests until stdin ends: the process's main function."""
+    """Compile the template of the first request, then render requests until stdin ends: the process's main function.
+
+    An error is sent back as the response. A request over its CPU time kills the process; only Linux limits memory.
+    """
     import resource
 
     import jinja2.ext

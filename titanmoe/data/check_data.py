@@ -20,9 +20,10 @@ from titanmoe.data.tokenize import check_first_records
 
 
 def check_data(config: Config, state: Mapping[str, Any] | None = None) -> None:
-    """Check a training job's data before ranks start; raise a ConfigError with all problems. Tokenizes nothing.
+    """Check training, validation and quiz data before ranks start; raise a ConfigError with all problems.
 
-    If files show none, and all data is token shards, it is also opened as a rank opens it and compared with `state`.
+    Of files to tokenize it reads the first records alone. If there are no problems and no such files, the data is also
+    opened as a rank opens it and compared with `state`.
 
     Args:
         config: the recipe; derived values, such as the batch size and the steps, may still be missing.
@@ -53,7 +54,10 @@ def check_data(config: Config, state: Mapping[str, Any] | None = None) -> None:
 
 
 def _open_as_rank(config: Config, state: Mapping[str, Any] | None) -> None:
-    """Open the data as rank 0 does and compare it with the resumed state; raise a ConfigError on a problem."""
+    """Open training and validation data as rank 0 does; raise a ConfigError if it does not suit the recipe or `state`.
+
+    Epochs are not counted. A malformed state passes, and is refused where it is loaded.
+    """
     # Without epochs, of which all sequences would be counted.
     loader = Loader(replace(config, training=replace(config.training, epochs=0)), 0, 1)
     if config.validation.interval and (config.validation.paths or config.validation.held_out):

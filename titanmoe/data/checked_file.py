@@ -62,9 +62,9 @@ class CheckedFile:
         return self.items[items]
 
     def first_changed_range(self) -> str:
-        """Return where the file first differs from its checksums, to continue a message; "" if nowhere.
+        """Return where the file first differs from its checksums, such as ", first between bytes 0 and 65,536".
 
-        Such as ", first between bytes 0 and 65,536".
+        Reads it from the start, blocks that were checked before too. "" if it differs nowhere or has no checksums.
         """
         ranges = (self._changed_range(block) for block in range(len(self._is_checked)))
         return next((f", first {where}" for where in ranges if where), "")

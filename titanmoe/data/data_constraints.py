@@ -31,7 +31,10 @@ def parse_skip_steps(texts: list[str]) -> list[range]:
 
 
 def contradictions(config: Config) -> Iterator[Violation]:
-    """Yield each contradiction between options of a recipe's [data] and [validation]."""
+    """Yield each contradiction of options of [data] and [validation]: with each other, with epochs, with the model.
+
+    No file is read but the manifests of token shards. What a data format contradicts is in its spec (`FormatSpec`).
+    """
     yield from _check_sources(config.data)
     try:
         parse_skip_steps(config.data.skip_steps)

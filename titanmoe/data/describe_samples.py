@@ -72,6 +72,8 @@ def describe_sample(
 ) -> list[str]:
     """Return lines on a sample: how many positions, labels and padding, and the positions and tokens of each document.
 
+    A token is marked as learned if it is the label of the position before it, not if it has a label itself.
+
     Args:
         batch: samples that the loader has read.
         n: index of the sample in the batch.
@@ -164,7 +166,7 @@ def _wrap(words: list[str], learned: list[bool], position: int, marks: tuple[str
 
 
 def find_places(mix: SourceMix, sample: Sample) -> list[Place]:
-    """Return the places of the source's documents in a planned sample, by position; [] for random tokens."""
+    """Return where the source's documents lie in a planned sample, in the order of positions; [] for random tokens."""
     packer, (start_G, pairs_G) = mix.sources[sample.source].packer, sample.segments
     if not hasattr(packer, "documents"):
         return []

@@ -50,11 +50,11 @@ class Documents:
         """Return the ids of tokens [start, stop), as int64 or narrower."""
 
     def label_mask(self, start: int, stop: int) -> np.ndarray | None:
-        """Return whether each of tokens [start, stop) counts towards the loss as a label (bool); None if all do."""
+        """Return whether each of tokens [start, stop) counts in the loss as a label (bool); None if all do, as here."""
         return None
 
     def label_weights(self, start: int, stop: int) -> np.ndarray | None:
-        """Return the weight as a label of each of tokens [start, stop) (float32); None if none are stored."""
+        """Return the weight as a label of each of tokens [start, stop) (float32); None if none are stored, as here."""
         return None
 
     def reference_log_probs(self, start: int, stop: int) -> np.ndarray | None:
@@ -75,7 +75,7 @@ class Documents:
     def stored_ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Return where tokens [start, stop) are stored, as ranges of tokens of `stored_documents(self)`, in order.
 
-        A subset of documents has several ranges.
+        Here it is the range itself; a subset of documents has others, and several.
         """
         return [(start, stop)]
 
@@ -123,7 +123,7 @@ def stored_documents(documents: Documents) -> Any:
 
 
 def is_masked(documents: Documents) -> bool:
-    """Return whether only some tokens of these documents count in the loss, as in chats; False if there are none."""
+    """Return whether documents have a label mask, as chats and pairs do, whatever is in it; False without documents."""
     return len(documents) > 0 and documents.label_mask(0, 1) is not None
 
 

@@ -55,7 +55,8 @@ class EpochOrder:
 def count_sequences(packer: StreamPacker | BestFitPacker, epochs: int) -> list[int]:
     """Return the number of packed sequences in each of the first `epochs` epochs of a source.
 
-    Best fit reads the numbers from `sequences.json`, or packs (reading lengths only) and writes them there if it can.
+    Those of a stream are equal. Best fit reads them from `sequences.json` beside token shards, or packs each epoch
+    (reading lengths only) and writes them there if it can.
     """
     if isinstance(packer, StreamPacker):
         return [packer.per_epoch] * epochs

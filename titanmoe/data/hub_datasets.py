@@ -125,7 +125,8 @@ def pin_name(entry: str) -> str:
 def pin_datasets(config: Config, read_record: Callable[[Config], Mapping[str, Any]]) -> Config:
     """Return the config with the commit of each data set on the hub in data.paths and validation.paths.
 
-    A name without a revision gets the commit with which the checkpoint was made from which the run resumes.
+    A name without a revision gets the commit that the resumed run's checkpoint records for it, else the one in the
+    hub's cache, else the hub's newest.
 
     Args:
         config: the recipe.
@@ -298,7 +299,8 @@ def _glob_to_regex(pattern: Any) -> re.Pattern[str]:
 def _usual_splits(names: list[str]) -> Splits:
     """Return the files of each split, told by their names as `datasets` does; all are train's if no name tells.
 
-    {} if none can be read.
+    The first rule that tells the split of any file decides for all: files of which it tells none are left out. {} if
+    no file can be read.
     """
     names = [name for name in names if READABLE.fullmatch(name) and name.rpartition("/")[2] not in NOT_DATA]
 

@@ -55,7 +55,10 @@ def describe_needed(long_D: np.ndarray, total: int) -> str:
 
 
 def describe_lengths(packer: StreamPacker | BestFitPacker) -> list[str]:
-    """Return lines on the lengths of a source's first documents or pairs, how many fit, and how much is learned."""
+    """Return lines on the first MEASURED documents or pairs of a source: a histogram, how many fit, what is learned.
+
+    If some do not fit, a line says what becomes of them. What is learned is a number and fraction of tokens.
+    """
     documents, per_prompt = packer.documents, packer.documents.completions_per_prompt
     total = len(documents) // per_prompt
     count = min(total, MEASURED)

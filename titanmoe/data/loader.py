@@ -120,7 +120,7 @@ class StepPlans:
     def samples_of_rank(self, samples: list[Sample | None]) -> tuple[list[Sample | None], np.ndarray | None]:
         """Return (this data rank's samples of a step, their numbers within the step); None for round-robin numbers.
 
-        `samples` are the planned ones of all data ranks.
+        `samples` are the planned ones of all data ranks, of which data.balance_work chooses this rank's by their work.
         """
         layout, number_N = self.layout, None
         if self.work:
@@ -204,7 +204,8 @@ class Loader:
     def digest_samples(self, batches: list[Batch]) -> dict[int, str]:
         """Return a hash (16 hexadecimal digits) of each sample's input tokens, by its number in the training job.
 
-        `batches` are the microbatches that `next_step` returned last.
+        Only this data rank's samples are among them, and labels do not count. `batches` are the microbatches that
+        `next_step` returned last.
         """
         number_N = self.layout.round_robin_N
         if batches[0].number_B is not None:
@@ -267,7 +268,10 @@ class Loader:
         """Lines to log about sources of which the last step began another epoch."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loader's state to save: samples consumed, packers' states, and what identifies the data."""
+        """Return the loader's state to save: samples consumed, packers' states, and what identifies the data.
+
+        It is that after the last call of `next_step`, equal on all ranks; samples that were read ahead do not count.
+        """
         descriptions = [source.description for source in self.mix.sources]
         state = {"consumed": self.consumed, "sources": self.state, "described": descriptions} | self._identity()
         state["in_epochs"] = self.epochs_to_train > 0
@@ -289,7 +293,8 @@ class Loader:
         """Return the reasons why this loader cannot continue from a saved state; [] if it can.
 
         Each reason names something that samples depend on and that has changed: seed, seq_len, packing, the data or,
-        with several sources, whether training.epochs is set.
+        with several sources, whether training.epochs is set. Batch sizes, data.weights and the number of epochs are
+        not compared.
         """
         names = {"seed": "training.seed", "seq_len": "training.seq_len", "packing": "data.packing"}
         unknown = "it would be unknown which samples were already seen"
@@ -334,7 +339,7 @@ class Loader:
         return self.options.packing + ", prefixes shared" * self.options.share_prefixes + long_chats * has_long_chats
 
     def _identity(self) -> dict[str, int | str]:
-        """Return what a sample's contents depend on, apart from weights: seed, seq_len, packing and data."""
+        """Return what a sample's contents depend on: seed, seq_len, packing and data; data.weights are not in it."""
         source = ", ".join(source.fingerprint for source in self.mix.sources)
         return {"seed": self.seed, "seq_len": self.layout.seq_len, "packing": self._packing, "source": source}
 

@@ -151,7 +151,7 @@ def _check_vocab_size(config: Config, entry: str, vocab_size: int) -> None:
 def _check_same_tokenizer(config: Config, entry: str, documents: ShardDocuments) -> None:
     """Raise a ConfigError if an entry's shards have another tokenizer than the first token shards of data.paths.
 
-    Sources that are tokenized when training starts all use data.tokenizer.
+    If data.paths has no token shards, nothing is compared: data.tokenizer makes the tokens of all its entries.
     """
     shards = [other for other in config.data.paths if is_shards(Path(other).expanduser())]
     if not shards or shards[0] == entry:

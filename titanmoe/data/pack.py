@@ -83,7 +83,8 @@ def empty_arrays(
 def _fill_labels(documents: Documents, start: int, stop: int, out: BatchArrays, n: int, places: slice) -> None:
     """Read tokens [start, stop) into one sequence: inputs, labels, marks of valid positions, and extra fields.
 
-    A label that the documents mask is IGNORE. Extra fields are those of each position's label.
+    A label that the documents mask is IGNORE. Extra fields are those of each position's label: 1 for a weight that is
+    not stored, -inf for a teacher's log-probability that is missing.
 
     Args:
         documents: the source.
@@ -178,7 +179,10 @@ class StreamPacker:
         return [Segments(start_N[i : i + 1], full_1) for i in range(count)]
 
     def _starts(self, epoch: int, number_N: np.ndarray) -> np.ndarray:
-        """Return the first token of each window of an epoch, by the windows' places in its shuffled order."""
+        """Return the first token of each window of an epoch, by the windows' places in its shuffled order.
+
+        All windows of an epoch are shifted by one number, drawn from the tokens that do not fill a window.
+        """
         order = key("windows", self.seed, epoch)
         slack = self.pairs - self.per_epoch * self.seq_len
         return permute(order, number_N, self.per_epoch) * self.seq_len + order % (slack + 1)
@@ -214,14 +218,17 @@ class StreamPacker:
             yield np.unique(np.asarray(starts[first:last]).astype(np.int64)) - start
 
     def lengths(self, sequences: list[Segments]) -> list[np.ndarray]:
-        """Return each planned sequence's document lengths; a single length if documents attend to each other."""
+        """Return the lengths of documents' parts in each planned sequence; S alone if they attend to each other."""
         if not self.separate_documents:
             return [segments.pairs_G for segments in sequences]
         windows = self._document_begins(np.array([segments.start_G[0] for segments in sequences], np.int64))
         return [np.diff(begins[begins < self.seq_len], prepend=0, append=self.seq_len) for begins in windows]
 
     def fill(self, segments: Segments, out: BatchArrays, n: int) -> None:
-        """Write a planned sequence's tokens, labels, marks of valid positions and other fields into row n of `out`."""
+        """Write a planned sequence's tokens, labels, marks of valid positions and other fields into row n of `out`.
+
+        With `separate_documents`, the last token of a document has no label.
+        """
         start = int(segments.start_G[0])
         stop = start + self.seq_len + 1
         _fill_labels(self.documents, start, stop, out, n, slice(None))
@@ -335,7 +342,11 @@ class BestFitPacker:
             yield from self._pack()[:]
 
     def _pack(self) -> PackedBuffer:
-        """Return the planned sequences of the current buffer of documents. Reads document lengths only."""
+        """Return the planned sequences of the current buffer of documents. Reads document lengths only.
+
+        The buffer has the next documents of the epoch's shuffled order; its sequences are shuffled too, so full ones
+        of long documents and packed ones come mixed.
+        """
         number = np.arange(self.buffer * BUFFER, min((self.buffer + 1) * BUFFER, len(self.documents)))
         document = permute(key("documents", self.seed, self.epoch), number, len(self.documents))
         start = np.asarray(self.documents.starts[document]).astype(np.int64)

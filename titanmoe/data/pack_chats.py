@@ -66,7 +66,7 @@ class ChatPacker(BestFitPacker):
         )
 
     def refusal(self) -> str:
-        """Return the error message if these chats cannot be used with data.long_chats and seq_len; "" if they can."""
+        """Return the error message if "refuse" meets a long chat, or no chat would be left at all; else ""."""
         long, total = len(self.long_L), len(self.documents)
         if long and self.long_chats == "refuse":
             return (

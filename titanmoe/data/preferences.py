@@ -26,8 +26,8 @@ Document = tuple[np.ndarray, np.ndarray | None]
 def encode_pair(record: dict[str, Any], tokenizer: Tokenizer, chat: ChatEncoder | None) -> tuple[Document, Document]:
     """Return the tokens and label weights of a preference pair's two documents, chosen then rejected.
 
-    A text completion ends with EOS. Nothing else is added: messages end with what the chat template writes. `chat` is
-    needed only where completions are messages.
+    Assistant messages of the prompt are no labels. A text completion ends with EOS. Nothing else is added, no BOS
+    either: messages end with what the chat template writes. `chat` is needed only where completions are messages.
 
     Raises:
         ChatError: the record is not a usable pair.
@@ -51,7 +51,7 @@ def split_pair(record: dict[str, Any]) -> tuple[Any, Any, Any]:
     """Return (prompt, chosen, rejected) of a record: three texts, or three lists of messages.
 
     Without a prompt, or with a text beside messages, the common beginning of both completions becomes the prompt and is
-    taken off them.
+    taken off them, but for a space at the end of a text.
 
     Raises:
         ChatError: the record is not a usable pair.

@@ -24,8 +24,8 @@ from titanmoe.data.remote import find_remote_files, is_url
 def find_files(paths: list[str], format: str) -> list[InputFile]:
     """Return all input files that the paths name, in the order of the paths; those of a folder sorted by path.
 
-    Of a folder only files with the format's extensions are taken; a file named by itself always. Data sets on the hub
-    are downloaded if need be.
+    Of a folder only files with the format's extensions are taken, and no hidden ones; a file that is named by itself or
+    that a glob matches always. Data sets on the hub are downloaded if need be.
 
     Args:
         paths: files, folders, globs, URLs, and data sets on the hub.
@@ -97,7 +97,7 @@ def _find_elsewhere(name: str, format: str, problems: list[str]) -> list[InputFi
 
 
 def walk(root: Path, skipped: Collection[str] = ()) -> list[Path]:
-    """Return all regular files below root, sorted by path, except hidden ones and those in folders called `skipped`."""
+    """Return all files below root, sorted by path, except hidden ones and what is below hidden or `skipped` folders."""
     files = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in skipped and not name.startswith(".")]

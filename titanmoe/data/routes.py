@@ -68,6 +68,8 @@ def find_route_problems(
 ) -> list[str]:
     """Return what is wrong with routes, a line each; [] if routers can replay them.
 
+    After a wrong shape nothing else is checked; digests are compared if there is no other problem.
+
     Args:
         experts_NSLK: the routes.
         ids_NS: the ids of the samples that they are given for.

@@ -97,6 +97,8 @@ class SourceMix:
     ) -> BatchArrays:
         """Return the tokens and labels of planned samples as arrays; None becomes a sequence of padding.
 
+        They have the extra fields of all sources, which are 0 in samples of a source without them.
+
         Args:
             samples: the plans.
             seq_len: positions of a sequence.

@@ -70,7 +70,7 @@ class SyntheticPacker:
         return [segments.pairs_G for segments in sequences]
 
     def fill(self, segments: Segments, out: BatchArrays, n: int) -> None:
-        """Draw the tokens of a planned sequence into sequence n of `out`.
+        """Draw the tokens of a planned sequence into sequence n of `out`, by the seed and the sequence's number alone.
 
         floor((V + 1)^u) - 1 with u uniform has P(t) = ln((t + 2) / (t + 1)) / ln(V + 1).
         """
@@ -162,6 +162,9 @@ def _pack_and_mix(
 ) -> SourceMix:
     """Return the mix of sources, each with the packer that fits it, without tokenizer and order of epochs.
 
+    Preference pairs are packed as pairs whatever data.packing is. Each source has its own seed, and of namesakes the
+    later ones are called NAME-2, NAME-3.
+
     Args:
         config: the recipe.
         corpora: documents of each source.
@@ -235,7 +238,8 @@ def _open_sources(config: Config, paths: list[str], fields: list[str]) -> list[D
 def _open_source(config: Config, path: str, field: str) -> Documents:
     """Return the documents of one path: of Python's standard library as bytes, or of an entry of data.paths.
 
-    The path is STDLIB for Python's library with data.source = "stdlib". `field` of the records holds the document.
+    The path is STDLIB for Python's library with data.source = "stdlib": its .py files without tests, in memory. `field`
+    of the records holds the document.
 
     Raises:
         ConfigError: they cannot be opened, or the vocabulary is too small for bytes.

@@ -108,7 +108,10 @@ class StoredScores:
         return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
     def _open_file(self, shard: int) -> CheckedFile:
-        """Return a shard's scores, mapped when first asked for; ConfigError if its checksums cannot be used."""
+        """Return a shard's scores, mapped when first asked for; ConfigError if its checksums cannot be used.
+
+        Of older scores, without block checksums, the first read checks the full file.
+        """
         if shard not in self._files:
             name = self.names[shard]
             path = self._file(name)
@@ -131,7 +134,7 @@ class StoredScores:
         return np.frombuffer(data, "<u4")
 
     def find_changed_files(self) -> list[str]:
-        """Return a message for each shard whose scores differ from their checksum, after reading all of them."""
+        """Read all scores, but no .sums; return a message for each shard whose scores differ from their checksum."""
         problems = []
         for name in self.names:
             with self._file(name).open("rb") as stream:

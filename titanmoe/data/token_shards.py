@@ -45,10 +45,10 @@ def is_shards(path: Path) -> bool:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the manifest of a folder of token shards.
+    """Return the manifest of a folder of token shards, of which format, version and shards' names are checked.
 
     Raises:
-        ConfigError: there is none, or it is malformed or of another version.
+        ConfigError: there is none, it is no JSON, or one of these is wrong.
     """
     file = folder / MANIFEST
     try:
@@ -252,7 +252,7 @@ class ShardDocuments(Documents):
         return np.concatenate(arrays) if arrays else np.empty(0, self._dtypes[extension])
 
     def open_file(self, shard: int, extension: str) -> CheckedFile:
-        """Return one file of a shard, mapped when it is first asked for."""
+        """Return one file of a shard, by the shard's index and the file's extension, mapped when first asked for."""
         file = self._files.get((shard, extension))
         if file is None:
             crc32s, sizes = None, self._sizes[shard]
@@ -321,7 +321,7 @@ class Starts:
 def verify(folder: Path) -> Iterator[tuple[str, list[str]]]:
     """Read every file of a folder of token shards, and yield (name, messages) of each shard; [] if nothing is wrong.
 
-    Compares checksums, and tokens with the vocabulary.
+    Compares checksums, and tokens with the vocabulary; stored scores and the tokenizer are not looked at.
 
     Raises:
         ConfigError: the folder cannot be opened as token shards.

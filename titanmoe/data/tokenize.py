@@ -65,7 +65,9 @@ class ShardPlan:
     tokenizer: Tokenizer
     sources: list[InputFile]
     identity: str
-    """Digest of everything that the contents of the shards depend on; names their folder in the cache."""
+    """Digest of what the contents of the shards depend on; names their folder in the cache.
+
+    Input files count by path, size and modification time: their contents are not read for it."""
     layout: str = ""
     """Layout of the first chat, a key of `chat_layouts.LAYOUTS`; "" without chats, or if the user names a field."""
 
@@ -77,9 +79,10 @@ class ShardPlan:
 
 
 def plan_shards(job: TokenizeJob) -> ShardPlan:
-    """Return the plan to tokenize a job's input, after opening tokenizer, chat template and files.
+    """Return the plan to tokenize a job's input, after opening tokenizer and chat template and finding the files.
 
-    Downloads data sets on the hub into its cache, and names their commits in the plan's paths; writes nothing else.
+    Of the contents it reads only the first records of chats and pairs. Downloads data sets on the hub into its cache,
+    and names their commits in the plan's paths; writes nothing else.
 
     Raises:
         ConfigError: any of them cannot be used; it has all problems.
@@ -114,7 +117,7 @@ def plan_shards(job: TokenizeJob) -> ShardPlan:
 
 
 def _first_records(job: TokenizeJob, sources: list[InputFile]) -> Iterator[dict[str, Any]]:
-    """Yield the first record of each of the first files, as a dict; nothing if the format reads one field alone."""
+    """Yield the first record, if sound, of each of the first files, as a dict; none if the format reads one field."""
     format = job.format_spec
     for source in sources[:MAX_LOOKED_INTO] if format.optional_fields or format.alternative_fields else ():
         with suppress(ConfigError):  # reported when it is read
@@ -125,9 +128,9 @@ def _first_records(job: TokenizeJob, sources: list[InputFile]) -> Iterator[dict[
 
 
 def check_first_records(plan: ShardPlan) -> None:
-    """Raise a ConfigError if one of the input's first records is malformed, unless such records are skipped.
+    """Raise a ConfigError if one of the input's first records is malformed; do nothing if such records are skipped.
 
-    Reads the first files, and large ones only where a line can be read without the rest of the file.
+    Reads 8 records of each of the first 16 files, without those of large files that cannot be divided.
     """
     if plan.job.bad_lines != "error":
         return
@@ -234,7 +237,7 @@ def _check_same_job(plan: ShardPlan, file: Path, made_from: dict[str, Any]) -> N
 
 
 def _describe_job(plan: ShardPlan) -> dict[str, Any]:
-    """Return the options of a tokenization for the manifest, with the number and bytes of its input files."""
+    """Return the options of a tokenization that its shards depend on, with the number and bytes of its input files."""
     job = {key: value for key, value in asdict(plan.job).items() if key not in IGNORED_OPTIONS}
     return job | {"files": len(plan.sources), "bytes": sum(source.bytes for source in plan.sources)}
 

@@ -23,7 +23,7 @@ the shards depends neither on --workers nor on interruptions. docs/data.md says 
 
 
 def add_tokenize(commands: argparse._SubParsersAction) -> None:
-    """Add the subcommand `tokenize`."""
+    """Add the subcommand `tokenize`. Its parser requires nothing: a missing input or --out is refused when it runs."""
     parser = commands.add_parser(
         "tokenize",
         help="text, JSONL, Parquet and chats to token shards",

@@ -59,7 +59,7 @@ class TokenizeJob:
     bad_lines: str = "error"
     """"error", or "skip" to leave malformed records out."""
     shard_tokens: int = 1 << 27
-    """Largest number of tokens in a shard."""
+    """Largest number of tokens in a shard, unless one record has more."""
     max_document_mb: int = 128
     label_weights: bool = False
 
@@ -143,8 +143,9 @@ class UnitTokenizer:
         self.eos_N = np.array([tokenizer.eos], np.uint32)
 
     def run(self, spans: list[Span], progress: Callable[[int, int], None]) -> None:
-        """Tokenize the spans of the unit, all of them, and write its shards, continuing after the finished ones.
+        """Tokenize the unit and write its shards, continuing after the finished ones.
 
+        `spans` are all of the unit's, also those of finished shards, whose records are read and passed over.
         `progress` is called with the bytes of input and the tokens that were done since its last call.
 
         Raises:
@@ -176,7 +177,7 @@ class UnitTokenizer:
             raise _refusal(bad)
 
     def _open_span(self, span: Span) -> tuple[RecordReader, Iterator[Record | BadRecord]]:
-        """Return a reader of the span, and an iterator over the span's records."""
+        """Return a reader of the span, and an iterator over its records; of text, other values are BadRecords."""
         reader = self.job.reader(span)
         entries = read_records(reader)
         return reader, entries if self.job.has_label_mask else texts_only(entries, self.job.record_field)
@@ -259,7 +260,8 @@ class UnitTokenizer:
     def _add_entry(self, entry: Record | BadRecord, new_documents: list[Document]) -> int:
         """Write a record's documents to the shard, or to a new one if they do not fit; return their tokens' count.
 
-        Counts the record in `progress`, as empty or skipped if it gave no documents.
+        The documents of a record are never divided, so those of more than shard_tokens get a larger shard. Counts the
+        record in `progress`, as empty or skipped if it gave no documents.
         """
         tokens = sum(len(tokens_T) for tokens_T, _ in new_documents)
         if new_documents:
@@ -280,7 +282,10 @@ class UnitTokenizer:
         return tokens
 
     def _close(self, last: bool) -> None:
-        """Complete the current shard and write its record. `last`: whether it is the unit's last shard."""
+        """Complete the current shard, if there is one, and write its record, whose "shard" is null if there is none.
+
+        `last` says whether it is the unit's last record, by which an interrupted unit counts as done.
+        """
         record = {"last": last, **vars(self.progress), "examples": self.examples}
         record["counted"] = self.writer.num_labels if self.writer and self.job.has_label_mask else 0
         record["shard"] = self.writer.close() if self.writer else None
@@ -295,7 +300,7 @@ def _is_bad(entry: Record | BadRecord, new_documents: list[Document]) -> bool:
 
 
 def _refusal(bad: list[BadRecord]) -> ConfigError:
-    """Return the error that names malformed records. A reason that several in a row share is written once."""
+    """Return the error that names up to REFUSED malformed records; a reason of several in a row is written once."""
     more, problems, before, written = len(bad) - REFUSED, [], "", ""
     for entry in bad[:REFUSED]:
         place, _, why = entry.why.partition(": ")

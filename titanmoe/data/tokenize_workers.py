@@ -69,7 +69,7 @@ def run_workers(
 
 
 def _start_worker(job: TokenizeJob) -> subprocess.Popen[str]:
-    """Start a process that tokenizes units (titanmoe.data.tokenize_unit), send it the job, and return it."""
+    """Start a process that tokenizes units, in a session that Ctrl-C does not reach; send it the job, and return it."""
     # Not multiprocessing: its processes import the parent's main module, which in a training run is the trainer.
     home = str(Path(titanmoe.__file__).parent.parent)
     paths = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))

@@ -121,7 +121,10 @@ class JsonTokenizer:
         return {FILE: self.file} | dict(sorted(beside.items()))
 
     def encode_all(self, texts: list[str]) -> list[np.ndarray]:
-        """Return each text's token ids, without BOS and EOS. Special tokens in a text are encoded as plain text."""
+        """Return each text's token ids, without BOS and EOS. Special tokens in a text are encoded as plain text.
+
+        A text of more than CHUNK characters is encoded in chunks, at whose borders tokens may differ.
+        """
         chunks = [(number, chunk) for number, text in enumerate(texts) for chunk in _split_long_text(text)]
         codes = self._plain.encode_batch_fast([chunk for _, chunk in chunks], add_special_tokens=False)
         chunks_of_text: list[list[np.ndarray]] = [[] for _ in texts]
@@ -139,7 +142,7 @@ class JsonTokenizer:
         return EncodedWithOffsets(np.array(code.ids, np.uint32), offset_T2[:, 0], offset_T2[:, 1])
 
     def leading_special_token(self, text: str) -> int | None:
-        """Return the id of the special token that a text begins with; None if it begins with none."""
+        """Return the id of the special or added token that a text begins with; None if it begins with none."""
         ids = self._with_special.encode(text, add_special_tokens=False).ids
         added = self._plain.get_added_tokens_decoder()
         return ids[0] if ids and ids[0] in added and text.startswith(added[ids[0]].content) else None
@@ -154,7 +157,7 @@ class JsonTokenizer:
         return stored if stored.startswith("\u2581") else self._plain.decode([token], skip_special_tokens=False)
 
     def _surrounding_tokens(self) -> tuple[int | None, int | None]:
-        """Return the ids of the tokens that the tokenizer by itself puts (before, after) a text; None for none."""
+        """Return the ids of the tokens, the first of several, that the tokenizer itself puts (before, after) a text."""
         plain = self._with_special.encode("a", add_special_tokens=False).ids
         ids = self._with_special.encode("a").ids
         at = next((n for n in range(len(ids)) if ids[n : n + len(plain)] == plain), 0)
@@ -225,7 +228,7 @@ def _token_text(token: Any) -> str | None:
 
 
 def _split_long_text(text: str) -> Iterator[str]:
-    """Yield chunks of a text of at most `CHUNK` characters, split after line ends where possible."""
+    """Yield chunks of a text of at most `CHUNK` characters, split after a line end before text where there is one."""
     at = 0
     while len(text) - at > CHUNK:
         end = at + CHUNK

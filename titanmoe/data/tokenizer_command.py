@@ -38,7 +38,7 @@ TEMPLATE = """\
 
 
 def add_tokenizer(commands: argparse._SubParsersAction) -> None:
-    """Add the subcommand `tokenizer`."""
+    """Add the subcommand `tokenizer` with its own subcommand `train`, which requires nothing until it runs."""
     parser = commands.add_parser("tokenizer", help="train a tokenizer on your own text")
     train = parser.add_subparsers(required=True, metavar="COMMAND").add_parser(
         "train",
@@ -73,6 +73,8 @@ def run_tokenizer(args: argparse.Namespace) -> int:
 
 def _train(args: argparse.Namespace) -> list[str]:
     """Check the options, train the tokenizer and write its folder; return lines to print about it.
+
+    The vocabulary is smaller than --vocab-size if too few pairs of tokens occur twice. A bad record ends the training.
 
     Raises:
         ConfigError: with every problem of the options, or if the texts cannot be read.

@@ -47,7 +47,10 @@ def run_verify(args: argparse.Namespace) -> int:
 
 
 def _verify_folder(folder: Path) -> list[str]:
-    """Return a message for each file of a folder of token shards that has changed; print a line if none has."""
+    """Return a message for each shard, stored score or tokenizer file of a folder that has changed.
+
+    Prints a line if none has, and progress on stderr meanwhile.
+    """
     from titanmoe.data.token_scores import SCORES, StoredScores
     from titanmoe.data.token_shards import MANIFEST, ShardDocuments, verify
 

@@ -46,7 +46,7 @@ FORMATS = ComponentKind(
 def format_of_extension(extension: str) -> str:
     """Return the name of the data format that "auto" chooses for files with this extension; "text" if none claims it.
 
-    The extension is in lower case and without that of a compression, such as ".jsonl".
+    Formats of conversations are never chosen. The extension is in lower case and without that of a compression.
 
     Raises:
         ConfigError: a format cannot be imported.
@@ -75,7 +75,8 @@ def completions_in(path: str, config: Config) -> int:
 def format_option(conversations: bool) -> ComponentKind[FormatSpec]:
     """Return the allowed values of a command's option --format: all formats but token shards.
 
-    `conversations` says whether to include formats of conversations and preference pairs.
+    `conversations` says whether to include formats of conversations and preference pairs. A format that cannot be
+    imported is included.
     """
     table = dict(FORMATS.table)
     for name in FORMATS.table:

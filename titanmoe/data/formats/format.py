@@ -46,7 +46,7 @@ class FormatSpec(Spec):
     def preset(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return defaults of other options by name: best-fit packing for chats and preferences; {} for other data.
 
-        `values` has the recipe's options so far by name, such as "data.paths".
+        Token shards with a label mask count as chats, whatever the format. `values` has the options so far by name.
         """
         is_chat = values["data.source"] == "files" and (
             self.conversations or self.completions_per_prompt > 1 or any(map(_has_chats, values["data.paths"]))
@@ -54,7 +54,7 @@ class FormatSpec(Spec):
         return {"data.packing": "best_fit"} if is_chat else {}
 
     def contradictions(self, config: Config) -> Iterator[Violation]:
-        """Yield each contradiction between the format and another option of the recipe."""
+        """Yield a contradiction if data.chat_template is set and neither the format nor rl.reward reads chats."""
         data = config.data
         reads_chats = self.conversations or self.completions_per_prompt > 1 or config.rl.reward
         if data.chat_template and not reads_chats:
@@ -69,11 +69,14 @@ class FormatSpec(Spec):
         return not self.extensions or extension in self.extensions
 
     def file_format(self, extension: str) -> str:
-        """Return the name of the format that reads files with this extension, such as ".jsonl"; "" if this one does."""
+        """Return the name of the format for files with this extension, such as ".jsonl"; "" for this one, as here."""
         return ""
 
     def spans(self, source: InputFile, size: int) -> Iterator[Span]:
-        """Yield independent spans of a file in order, of about `size` bytes; one if the file cannot be divided."""
+        """Yield independent spans of a file in order, of `size` bytes or less; one if the file cannot be divided.
+
+        Here only files that are not compressed are divided, at any byte, and only by a format with `by_line`.
+        """
         if self.by_line and not source.compressed:
             for start in range(0, source.bytes, size):
                 stop = min(start + size, source.bytes)

@@ -86,7 +86,7 @@ def _examples(schema: Any) -> dict[str, Any]:
 
 
 def _rows_at_once(reader: RecordReader, file: Any, group: int, columns: list[str]) -> int:
-    """Return the number of rows of row group number `group` that are read at a time, of the named columns.
+    """Return the number of rows of row group number `group` to read at a time, of the named columns: 1 to MAX_ROWS.
 
     They fit in memory even if each were as long as the whole row group: with a dictionary one value can fill many rows.
 
