@@ -76,6 +76,11 @@ def test_whatever_else_they_are_is_refused(documents: ShardDocuments, capsys: py
     file.write_bytes(whole[:-1] + b"\1")
     assert main(["data", "verify", str(documents.folder)]) == 1
     assert f"{file} has changed since it was written: remove {folder}" in capsys.readouterr().err
+    file.write_bytes(whole)
+    sums = file.with_suffix(f".{SUMS}")
+    sums.write_bytes(bytes([sums.read_bytes()[0] ^ 1]) + sums.read_bytes()[1:])
+    assert main(["data", "verify", str(documents.folder)]) == 1
+    assert f"{sums} has changed since it was written: remove {folder}" in capsys.readouterr().err
     file.write_bytes(whole[:-1])
     with pytest.raises(ConfigError, match="is missing or was truncated: remove "):
         find_scores(documents, MODEL, 8)

@@ -234,6 +234,8 @@ def test_bad_lines_end_it_or_are_counted(tmp_path, small_units):
     manifest = run(tmp_path, "out", source, bad_lines="skip")
     assert (manifest["documents"], manifest["skipped"], manifest["empty"]) == (62, 2, 1)
     assert [line.partition(" ")[0] for line in manifest["examples"]] == [f"{source / '1.jsonl'}:{n}:" for n in (22, 23)]
+    message = problems(tmp_path, "out", source)
+    assert message.startswith(f'{tmp_path / "out"} was made with bad_lines = "skip" and lacks 2 bad lines, such as ')
     run(tmp_path, "fresh", source, bad_lines="skip")
     files, expected_files = tree(tmp_path / "out"), tree(tmp_path / "fresh")
     assert {**files, MANIFEST: b""} == {**expected_files, MANIFEST: b""}

@@ -134,12 +134,17 @@ class StoredScores:
         return np.frombuffer(data, "<u4")
 
     def find_changed_files(self) -> list[str]:
-        """Read all scores, but no .sums; return a message for each shard whose scores differ from their checksum."""
+        """Read all scores and their .sums; return a message for each file that differs from its checksum."""
         problems = []
         for name in self.names:
             with self._file(name).open("rb") as stream:
                 if stream_crc32(stream) != self.crc32s.get(name):
                     problems.append(f"{stream.name} has changed since it was written: {self.advice}")
+            if self.sums is not None:
+                try:
+                    self._read_sums(name)
+                except ConfigError as error:
+                    problems += error.problems
         return problems
 
 

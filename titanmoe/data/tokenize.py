@@ -170,7 +170,8 @@ def tokenize(plan: ShardPlan, workers: int, wait: bool = False, log: Callable[[s
         log: receives lines of progress.
 
     Raises:
-        ConfigError: a record is malformed, the folder is of another job, or a file cannot be read or written.
+        ConfigError: a record is malformed or was skipped by an earlier call, which the plan does not allow; the folder
+            is of another job; or a file cannot be read or written.
     """
     out = Path(plan.job.out)
     _check_output_outside_inputs(out, plan.job.paths)
@@ -184,13 +185,20 @@ def tokenize(plan: ShardPlan, workers: int, wait: bool = False, log: Callable[[s
             if is_shards(out):
                 _check_same_job(plan, out / MANIFEST, read_manifest(out)["made_from"])
                 shutil.rmtree(out / WORK, ignore_errors=True)
-                return read_manifest(out)
-            return _make_shards(plan, out, workers, log)
+                manifest = read_manifest(out)
+            else:
+                manifest = _make_shards(plan, out, workers, log)
     except OSError as error:
         where = error.filename or out
         raise ConfigError(
             f"{where} cannot be read or written: {error.strerror}: check the path, its permissions and the free space"
         ) from None
+    if manifest["skipped"] and plan.job.bad_lines == "error":  # by an earlier call with "skip"
+        raise ConfigError(
+            f'{out} was made with bad_lines = "skip" and lacks {manifest["skipped"]:,} bad lines, such as '
+            f'{manifest["examples"][0]}: correct them, or set bad_lines = "skip"'
+        )
+    return manifest
 
 
 def _check_output_outside_inputs(out: Path, paths: list[str]) -> None:
