@@ -16,15 +16,16 @@ __version__ = "0.1.0"
 
 
 def open(recipe, changes=None, trains=True, ids=0):
-    """Return a `titanmoe.session.Session` of a recipe, to be trained from your code.
+    """Build the run of a recipe on this rank, load its weights and return its `titanmoe.session.Session`.
 
-    Collective over the world. Raises a ConfigError with every problem of the recipe.
+    Your code feeds it: the recipe's data is not opened, and its validation and checkpoints are off. Collective over the
+    world. Raises a ConfigError with every problem of the recipe.
 
     Args:
         recipe: a TOML file, or the name of a shipped recipe.
         changes: dict of options to set in place of the recipe's, such as {"training.steps": 100}.
-        trains: False for a run that only computes log-probabilities.
-        ids: number of ids that exist, if model.vocab_size is padded beyond them; 0 for all.
+        trains: False for a run that only computes log-probabilities: no gradients, no optimizer state.
+        ids: number of ids that exist, if model.vocab_size is padded beyond them: others get no probability. 0 for all.
     """
     from titanmoe.open_session import open_session  # imports torch
 

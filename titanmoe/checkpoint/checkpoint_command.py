@@ -64,6 +64,7 @@ def add_checkpoint(commands: argparse._SubParsersAction) -> None:
 
 
 def _run_or_error(run: Any, args: argparse.Namespace) -> int:
+    """Run an action and return its exit code: 2 after a CheckpointError, whose text goes to stderr."""
     try:
         return run(args)
     except CheckpointError as error:
@@ -75,7 +76,7 @@ def latest_checkpoint(path: Path) -> Path:
     """Return the path of a checkpoint, or of the last one written in a run's folder whose manifest can be read.
 
     RUN:best and RUN:STEP name one checkpoint of a run. If no manifest can be read, it is the one that the file `latest`
-    names, else that of the highest step.
+    names, else that of the highest step. Files other than manifests are not looked at: it may be damaged.
 
     Raises:
         CheckpointError: the folder holds no checkpoint, or the latest is a symbolic link.
@@ -91,6 +92,7 @@ def latest_checkpoint(path: Path) -> Path:
 
 
 def _list(args: argparse.Namespace) -> int:
+    """Print a line for each checkpoint, on its manifest alone, or what is wrong with that. Return 0 in either case."""
     checkpoints = layout.checkpoints_in(args.RUN)
     newest = latest_checkpoint(args.RUN)
     best = layout.best_step(newest)
@@ -119,6 +121,7 @@ def _list(args: argparse.Namespace) -> int:
 
 
 def _inspect(args: argparse.Namespace) -> int:
+    """Print the latest checkpoint's record and the matching tensors, which are read in full unless --no-norms."""
     from titanmoe.checkpoint.checkpoint_folder import Checkpoint
 
     path = latest_checkpoint(args.RUN)
@@ -150,6 +153,7 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
+    """Compare each checkpoint's files with the sizes and CRC-32 in its manifest; return 1 if one is damaged."""
     damaged = 0
     for path in [latest_checkpoint(args.RUN)] if args.latest else layout.checkpoints_in(args.RUN):
         try:
@@ -163,6 +167,10 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _diff(args: argparse.Namespace) -> int:
+    """Print what differs between two checkpoints: all of the records, and matching tensors. Return 1 if anything does.
+
+    Tensors of different shape or dtype are not read. Relative differences are to the largest absolute value in A.
+    """
     from titanmoe.checkpoint.checkpoint_folder import Checkpoint
     from titanmoe.checkpoint.manifest import flatten_record
 
@@ -204,10 +212,12 @@ def _add_metadata(args: argparse.Namespace) -> int:
 
 
 def _kind(tensor: tuple[tuple[int, ...], Any]) -> str:
+    """Return a tensor's shape and dtype as text, such as "(4, 8) bfloat16"."""
     return f"{tuple(tensor[0])} {str(tensor[1]).removeprefix('torch.')}"
 
 
 def _axes(axes: dict[str, int]) -> str:
+    """Return the axes of more than one rank as text, such as "tp 2 x pp 4"; "one rank" if none has; "" without axes."""
     return " x ".join(f"{name} {n}" for name, n in axes.items() if n > 1) or ("one rank" if axes else "")
 
 

@@ -50,8 +50,8 @@ def save(
 ) -> None:
     """Write a complete checkpoint to `target`. Collective over the group; None stands for a single process.
 
-    The folder gets its name only once every byte is on disk. On an error, what was there before is unchanged and the
-    unfinished files are removed.
+    Of ranks with the same shard one writes it. The folder gets its name only once every byte is on disk and has been
+    read back. On an error, what was there before is unchanged and the unfinished files are removed.
 
     Args:
         target: the checkpoint's folder, which is replaced if it exists.
@@ -108,7 +108,10 @@ def _check_visible(unfinished: Path) -> None:
 
 
 class StoredTensors:
-    """A folder of files that hold blocks of tensors, from which any block of any tensor can be read."""
+    """A folder of files that hold blocks of tensors, from which any block of any tensor can be read.
+
+    Reading compares no checksums of these files.
+    """
 
     stored: Mapping[str, StoredTensor]
 
@@ -186,6 +189,7 @@ class Checkpoint(StoredTensors):
 
     @cached_property
     def stored(self) -> dict[str, StoredTensor]:
+        """Where the blocks of each tensor are, by name, from tensors.json; CheckpointError if its CRC-32 differs."""
         files = self.manifest.files
         if TENSOR_INDEX not in files:
             manifest = self.path / layout.MANIFEST
@@ -207,6 +211,8 @@ def write_checkpoint(
 ) -> None:
     """Write a checkpoint that does not come from training, such as a converted one. Collective over the group.
 
+    NaN is not refused. In the order in which a run's checkpoints were written it is the first (number 0).
+
     Args:
         path: the checkpoint's folder, which is made.
         tensors: what this rank writes of each tensor, by the tensor's name in the checkpoint.
@@ -225,6 +231,7 @@ def write_checkpoint(
 
 
 def _save_error(failure: dcp.CheckpointException, target: Path) -> CheckpointError:
+    """Return the error of a failed save: the lowest rank's with NaN or infinite numbers, else every distinct reason."""
     errors = [error for error, _ in failure.failures.values()]
     if nonfinite := {rank: error for rank, (error, _) in failure.failures.items() if isinstance(error, NonFiniteError)}:
         other_ranks = len(nonfinite) - 1

@@ -42,7 +42,8 @@ def checkpoints_folder(run: Path, options: Options) -> Path:
 def has_begun(config: Config) -> bool:
     """Return whether the run's own folder has checkpoints to resume from; ConfigError if the disk does not answer.
 
-    False if checkpoint.load = "none" or checkpoint.enable = false. Not collective: every rank looks.
+    Damaged ones count, and a file `latest` without any. False if checkpoint.load = "none" or checkpoint.enable = false.
+    Not collective: every rank looks.
     """
     try:
         return is_resumable(config.checkpoint) and _has_checkpoints(
@@ -97,9 +98,9 @@ def choose_start(options: Options, run: Path, damage: Callable[[Path], list[str]
 
 
 def base_weights_name(options: Options) -> str:
-    """Return the name of the frozen weights on which a new run trains LoRA adapters.
+    """Return the name of the frozen weights on which a new run trains LoRA adapters; "" for random weights.
 
-    It names a Hugging Face model or a checkpoint; "" for random weights.
+    It is checkpoint.initial_hf or, with checkpoint.model_only, the checkpoint that checkpoint.load names.
     """
     return options.initial_hf or (options.load if options.model_only else "")
 
@@ -108,6 +109,7 @@ FROM_SCRATCH = "--checkpoint.load=none starts from scratch on purpose, in a fold
 
 
 def _has_checkpoints(folder: Path) -> bool:
+    """Return whether a folder has checkpoints, even damaged or without their final name, or just the file `latest`."""
     try:
         return bool(layout.newest_first(folder, unfinished=True)) or safe_files.exists(folder / layout.LATEST)
     except Unreadable as error:
@@ -151,6 +153,7 @@ def _newest_intact(folder: Path, damage: Callable[[Path], list[str]], is_own_run
 
 
 def _checkpoint_of_step(folder: Path | None, step: int, damage: Callable[[Path], list[str]]) -> Path:
+    """Return the folder of a step's checkpoint, and try no other; CheckpointError if it is absent, damaged, a link."""
     if folder is None:
         raise CheckpointError(
             f"checkpoint.load = {step} is a step of this run's own checkpoints, which checkpoint.enable = false does "
@@ -190,9 +193,9 @@ def _check_intact(path: Path, damage: Callable[[Path], list[str]]) -> None:
 def record_to_resume(config: Config) -> dict[str, Any]:
     """Return the manifest's record of the checkpoint that this run will resume from; {} if it resumes from none.
 
-    The record has the config, mapping, step and tokens of the run that saved. Only manifests are read. Also {} if only
-    weights are loaded, and if checkpoints are damaged or absent, which loading reports. Not collective: every rank
-    looks.
+    The record has the config, mapping, step and tokens of the run that saved. Only manifests are read: loading may find
+    other files damaged and pass it over for an older checkpoint. Also {} if only weights are loaded, and if checkpoints
+    are damaged or absent, which loading reports. Not collective: every rank looks.
 
     Raises:
         ConfigError: the file system does not answer, so it is unknown whether there is a checkpoint.
@@ -203,8 +206,9 @@ def record_to_resume(config: Config) -> dict[str, Any]:
 def checkpoint_to_resume(config: Config) -> tuple[Path | None, dict[str, Any]]:
     """Return the folder and the manifest's record of the checkpoint that this run will resume from; (None, {}) if none.
 
-    Only manifests are read. Also (None, {}) if checkpoints are damaged or absent, which loading reports, and if only
-    weights are loaded. Not collective: every rank looks.
+    Only manifests are read: loading may find other files damaged and pass it over for an older checkpoint. Also
+    (None, {}) if checkpoints are damaged or absent, which loading reports, and if only weights are loaded. Not
+    collective: every rank looks.
 
     Raises:
         ConfigError: the file system does not answer, so it is unknown whether there is a checkpoint.
@@ -221,5 +225,6 @@ def checkpoint_to_resume(config: Config) -> tuple[Path | None, dict[str, Any]]:
 
 
 def _manifest_damage(folder: Path) -> list[str]:
+    """Return []: only the manifest of a checkpoint is checked here. CheckpointError if it is absent or damaged."""
     layout.read_manifest(folder)
     return []

@@ -125,6 +125,7 @@ def _apply(name: str, argument: Any, stack: list[Any], marks: list[int], memo: l
 
 
 def _last(stack: list[Any], count: int) -> tuple[Any, ...]:
+    """Return the last `count` values of the stack, which keeps them; IndexError if it has fewer."""
     if len(stack) < count:
         raise IndexError
     return tuple(stack[-count:])

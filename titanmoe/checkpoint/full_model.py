@@ -29,7 +29,7 @@ class FullModel:
 
     path: Path
     config: Config
-    """Config that it was trained with."""
+    """Config that it was trained with. A Hugging Face folder gives [model] and seq_len, its context; else defaults."""
     step: int | None
     """Training step; None for a Hugging Face folder."""
     identity: str | None = None
@@ -43,7 +43,7 @@ def find_full_model(path: Path) -> FullModel:
         path: the folder; RUN:best and RUN:STEP name a checkpoint of a run.
 
     Raises:
-        CheckpointError: there is none, it is damaged, or it has adapters alone.
+        CheckpointError: there is none, files are missing or of another size, or it has adapters alone.
         ConfigError: [model] cannot express the config.json of a Hugging Face folder.
     """
     if (path / "config.json").is_file() and not (path / layout.MANIFEST).is_file():

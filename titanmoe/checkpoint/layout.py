@@ -163,6 +163,8 @@ def save_number(path: Path) -> float:
 def find_damage(folder: Path, contents: bool = True, rank: int = 0, ranks: int = 1) -> list[str]:
     """Return a line for each file of a checkpoint that is missing or damaged; [] if all are intact.
 
+    Files that the manifest does not list are not looked at.
+
     Args:
         folder: the checkpoint.
         contents: whether to read the files and compare checksums, and not only sizes.
@@ -232,6 +234,8 @@ def read_intact(folder: Path, name: str, expected: Checksum) -> bytes:
 def carried_files(folder: Path) -> dict[str, Path]:
     """Return the paths of the Hugging Face files (config, tokenizer) in a checkpoint's subfolder hf/, by name.
 
+    Their contents are not compared with the manifest.
+
     Raises:
         CheckpointError: the manifest is damaged, or a file that it lists is missing or a link.
     """
@@ -265,8 +269,9 @@ def require_regular(folder: Path, name: str) -> Path:
 def clean_up_interrupted(folder: Path) -> list[str]:
     """Complete or remove what killed writers left in the folder of a run's checkpoints; return lines for the log.
 
-    A checkpoint that lacks only its final name is renamed, or set aside under another name if it is damaged; all others
-    are deleted. One rank calls it when a run starts, before anything is saved.
+    A checkpoint that lacks only its final name is renamed, or set aside under another name if a file is missing or of
+    another size. Other unfinished saves and removals are deleted. One rank calls it when a run starts, before anything
+    is saved.
     """
     notes = []
     for name in _entries(folder):
@@ -287,6 +292,7 @@ def clean_up_interrupted(folder: Path) -> list[str]:
 
 
 def _damage_text(folder: Path) -> str:
+    """Return what is wrong with a checkpoint by its manifest and the sizes of its files, in one line; "" if intact."""
     try:
         return "; ".join(find_damage(folder, contents=False))
     except Unreadable:
@@ -389,6 +395,7 @@ def set_aside(path: Path) -> Path:
 
 
 def _rename_with_suffix(path: Path, suffix: str) -> Path:
+    """Rename NAME or NAME.writing to NAME plus `suffix`, and a number if that is taken; return the new path."""
     plain, n = path.name.removesuffix(WRITING) + suffix, 1
     while os.path.lexists(renamed := path.with_name(plain if n == 1 else f"{plain}-{n}")):
         n += 1

@@ -68,6 +68,7 @@ def with_checksum(text: str) -> str:
 
 
 def _sha256(data: bytes) -> bytes:
+    """Return the SHA-256 of `data` as 64 hexadecimal digits in ASCII."""
     return hashlib.sha256(data).hexdigest().encode()
 
 
@@ -129,7 +130,7 @@ ENTRY_TYPES: dict[str, Any] = {
 
 
 def type_errors(value: Any, expected: Any, path: str = "", depth: int = 0) -> Iterator[str]:
-    """Yield an error line for each value in parsed JSON that does not have the expected type.
+    """Yield an error line for each value in parsed JSON that has another type than expected. Missing keys are no error.
 
     Args:
         value: parsed JSON.

@@ -56,7 +56,10 @@ class Adapters:
 
 
 def read_checkpoint_adapters(path: Path) -> Adapters:
-    """Open the adapters in a checkpoint; CheckpointError if it has full weights instead, or lacks some adapters."""
+    """Open the adapters in a checkpoint; CheckpointError if it has full weights instead, or lacks some adapters.
+
+    Tensors are read later, and their shapes are not compared with the model's.
+    """
     saved = Checkpoint(path)
     if "base" not in saved.record:
         raise CheckpointError(f"{path} has full weights and no adapters: a run with lora.rank above 0 makes them")
@@ -86,7 +89,7 @@ def read_checkpoint_adapters(path: Path) -> Adapters:
 def lora_mismatches(adapters: Adapters, config: Config) -> list[str]:
     """Return a line for each way in which a config's [lora] does not fit the adapters; [] if it fits.
 
-    Scale, ranks and the choice of weights (lora.targets) are compared. Each line has the value to set.
+    Scale, ranks and the choice of weights (lora.targets) are compared, dropout is not. Each line has the value to set.
     """
     tuning, matrices = Tuning.of(config), adapters.matrices
     theirs: dict[str, float] = {"lora.alpha": adapters.lora.alpha, "lora.rslora": adapters.lora.rslora}
@@ -111,6 +114,7 @@ def lora_mismatches(adapters: Adapters, config: Config) -> list[str]:
 
 
 def _list_matrices(matrices: set[str]) -> str:
+    """Return a number of names as text with up to three of them, such as "4 matrices (a, b, c, ...)"."""
     some = ", ".join(sorted(matrices)[:3])
     return f"{len(matrices)} matrices{f' ({some}, ...)' if len(matrices) > 3 else f' ({some})' if matrices else ''}"
 

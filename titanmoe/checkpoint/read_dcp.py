@@ -113,12 +113,14 @@ def _fields(value: Any, class_name: str, wrong: str = "") -> dict[str, Any]:
 
 
 def _items(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Return the items of a pickled dict; ValueError if the value is none."""
     if not isinstance(value, DictItems):
         raise ValueError("an entry is not a dict")
     return iter(value)
 
 
 def _size(value: Any) -> tuple[int, ...]:
+    """Return the sizes in a pickled torch.Size; ValueError if the value is none, or has more dims than torch allows."""
     match value:
         case PickledCall(GlobalName("torch Size"), (tuple(sizes),)) if len(sizes) <= MOST_DIMS and {
             *map(type, sizes)
@@ -128,6 +130,7 @@ def _size(value: Any) -> tuple[int, ...]:
 
 
 def _text(value: Any) -> str:
+    """Return `value` itself; ValueError if it is no str."""
     if type(value) is not str:
         raise ValueError("an entry is not a text")
     return value

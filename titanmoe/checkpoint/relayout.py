@@ -81,7 +81,7 @@ def gather_places(sets: Sequence[LocalTensors], group: Group) -> list[dict[str, 
 
 
 def pack(layout: Layout) -> bytes:
-    """Return a layout as compressed JSON, equal for equal layouts."""
+    """Return a layout as compressed JSON, equal for equal layouts in the same order."""
     rows = [
         [name, str(dtype).removeprefix("torch."), shape, regions] for (name, dtype, shape), regions in layout.items()
     ]
@@ -122,6 +122,8 @@ def refuse_other_model(
 ) -> None:
     """Raise a ConfigError with the tensors by which the source and the destination are different models.
 
+    Names and full shapes are compared; dtypes may differ.
+
     Args:
         held: the shards in the source, by stored name.
         wanted: those in the destination.
@@ -143,6 +145,7 @@ def refuse_other_model(
 
 
 def _refuse(problems: list[str]) -> None:
+    """Raise a ConfigError with the first 8 problems and the number of others; return if there are none."""
     if (more := len(problems) - PROBLEMS_SHOWN) > 0:
         problems = [*problems[:PROBLEMS_SHOWN], f"and {more:,} more tensors"]
     if problems:
@@ -267,7 +270,7 @@ class MessagePlan:
         group: Group,
         round_bytes: int = ROUND_BYTES,
     ):
-        """Choose the sender of each block: of its holders, the one with the fewest bytes to send so far.
+        """Choose who sends each block: its receivers are dealt to its holders, first to those with the least to send.
 
         A rank copies what it holds itself. Nothing is communicated: all ranks come to the same choices.
 

@@ -204,7 +204,7 @@ def open_file(folder: Path, name: str) -> BinaryIO:
 
 
 def write(folder: Path, name: str, data: bytes, fsync: bool = False) -> None:
-    """Write `data` to a file in a folder, replacing an existing file; OSError if it is a link or cannot be written."""
+    """Write `data` to a file in a folder, over an old one in place; OSError if it is a link or cannot be written."""
     with open(open_in(folder, name, WRITE), "wb") as stream:
         stream.write(data)
         if fsync:

@@ -62,6 +62,13 @@ class Saver:
     """Writer of a run's checkpoints, one at a time. Its methods are collective over all ranks."""
 
     def __init__(self, folder: Path, options: Options, say: Callable[[str], None] = print):
+        """Make the saves' process group and, on rank 0, the folder, in which interrupted saves are cleaned up.
+
+        Collective over the world.
+
+        Raises:
+            CheckpointError: on all ranks, if rank 0 cannot write to the folder.
+        """
         self.folder, self.options, self.say = folder, options, say
         self.passed_over: list[Path] = []
         """Checkpoints that could not be used when the run started. They keep their names until the next save."""
@@ -81,6 +88,7 @@ class Saver:
         on_all_ranks(self.group, lambda: self._prepare() if self.first else None)
 
     def _prepare(self) -> None:
+        """Make the folder, test that it can be written to, and complete or remove what interrupted saves left in it."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=self.folder).close()
@@ -154,6 +162,7 @@ class Saver:
             raise CheckpointError("; ".join(reasons))
 
     def _late_message(self, stuck: dict[int, str]) -> str:
+        """Return the message of a late save with up to 8 ranks; ranks that only wait are left out unless all do."""
         busy = {rank: activity for rank, activity in stuck.items() if activity != SaveProgress.WAITING} or stuck
         shown = ", ".join(f"rank {rank} is still {activity}" for rank, activity in list(busy.items())[:RANKS_SHOWN])
         more = f" (and {len(busy) - RANKS_SHOWN} more ranks)" if len(busy) > RANKS_SHOWN else ""
@@ -184,6 +193,10 @@ class Saver:
     def _write_in_thread(
         self, step: int, shards: Mapping[str, TensorShard], record: dict[str, Any], gpu: int | None
     ) -> None:
+        """Write the checkpoint and `latest`, and remove old ones. An error goes into `_failure` and is not raised.
+
+        Collective over all ranks, in the writing threads' group.
+        """
         if gpu is not None:
             torch.cuda.set_device(gpu)
         # Where threads have their own priority: training first, if cores are few.
@@ -210,6 +223,7 @@ class Saver:
             self._failure = f"{self._target}: {type(error).__name__} {error}"
 
     def _manifest(self, step: int, sums: dict[str, Checksum], record: dict[str, Any]) -> Manifest:
+        """Return the manifest of a new checkpoint, after renaming the checkpoints in `passed_over` and emptying it."""
         number = layout.next_save_number(self.folder)
         for path in self.passed_over:
             self._say([f"{path} was passed over: kept as {layout.set_aside(path).name}"])
@@ -243,6 +257,7 @@ class Saver:
         on_all_ranks(self.group, lambda: copy() if self.first else None)
 
     def _finish_save(self, record: dict[str, Any]) -> None:
+        """Write the file `latest` and remove old checkpoints; say what could not be removed. On rank 0 alone."""
         layout.write_latest(self.folder, self._target.name)
         best_step = record["best"]["step"] if self.options.keep_best else -1
         keeps = self.options.keep_last, self.options.keep_every, best_step

@@ -119,6 +119,7 @@ def keeps_weights(name: str, family: str) -> bool:
 
 
 def _refused_changes(old: Mapping[str, Any], new: Mapping[str, Any], paths: Iterable[str], why: str) -> list[str]:
+    """Return an error line, which gives `why`, for each path whose value has changed; paths that `old` lacks pass."""
     return [
         f"{path} is {toml_value(new[path])} and was {toml_value(old[path])} when the checkpoint was made: "
         f"{why}; use that value, or start a new run"
@@ -128,7 +129,10 @@ def _refused_changes(old: Mapping[str, Any], new: Mapping[str, Any], paths: Iter
 
 
 def refused_shapes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Return an error line for each changed field of [model] by which the model needs weights of other shapes."""
+    """Return an error line for each changed field of [model] on which names or shapes of weights depend.
+
+    Fields that `old` lacks pass.
+    """
     fields, family = (path for path in new if path.startswith("model.")), new["model.family"]
     shapes = (path for path in fields if not keeps_weights(path.removeprefix("model."), family))
     return _refused_changes(old, new, shapes, "the weights do not fit")
@@ -136,6 +140,8 @@ def refused_shapes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
 def refused_adapters(old: Mapping[str, Any], new: Mapping[str, Any], adapters: bool) -> list[str]:
     """Return an error line for each reason why a checkpoint of LoRA adapters does not fit this run; [] if it fits.
+
+    Ranks and lora.targets are compared, not the scale (lora.alpha). It never fits a run without adapters.
 
     Args:
         old: the config of the run that saved, by dotted path.
@@ -198,7 +204,8 @@ def refused_record(
 def refused_weights(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Return an error line if checkpoint.initial_hf names another model than when the resumed run began; else [].
 
-    Also if the run began from random weights. [] if the option is "" in `new`, or not in `old`.
+    Also if the run began from random weights. [] if the option is "" in `new`, or not in `old`, or if the former model
+    is not on this machine and has the same short name (`short_name`): it may have been moved.
     """
     path = "checkpoint.initial_hf"
     before, now = old.get(path), new[path]
@@ -252,7 +259,7 @@ def refused_optimizer(old: Mapping[str, Any], new: Mapping[str, Any], restart: s
 def changed_fields(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Return lines for the log on fields that differ between two configs, and notes on what the changes lead to.
 
-    Fields of [checkpoint], [job] and [metrics] are left out.
+    Fields that `old` lacks and those of [checkpoint], [job] and [metrics] are left out.
     """
     changed = [
         f"{path}: {toml_value(old[path])} -> {toml_value(new[path])}"

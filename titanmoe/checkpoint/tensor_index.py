@@ -105,6 +105,7 @@ def _block(
 
 
 def _sizes(values: Any) -> Sizes:
+    """Return a list as a tuple of sizes; ValueError unless it has at most 64 integers, from 0 to below 2^63."""
     if not isinstance(values, list | tuple) or len(values) > MOST_DIMS or any(map(_is_no_size, values)):
         raise ValueError(f"{values!r:.60} are not sizes")
     return tuple(values)

@@ -123,7 +123,7 @@ def _items(name: str, shard: TensorShard | LazyTensor) -> Iterator[WriteItem]:
 
 
 class _ChecksummedFile(io.RawIOBase):
-    """A file that counts its bytes and CRC-32 as it is written. torch.save only ever appends to it."""
+    """A file that counts its bytes and CRC-32 as it is written, and fsyncs on close. torch.save only appends to it."""
 
     def __init__(self, path: Path):
         super().__init__()
@@ -193,6 +193,11 @@ class CheckpointWriter(StorageWriter):
         return [replace(plan, storage_data=f"rank-{rank:05}") for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: ShardPlanner) -> Future[list[WriteResult]]:
+        """Write this rank's blocks one by one to files, a new one past each 4 GiB. The future is done when it returns.
+
+        Raises:
+            CheckpointError: a file cannot be written, or with `finite` a tensor has NaN or infinite elements.
+        """
         if self.finite:
             self.progress(f"checking the numbers of {self.folder}", self._check_finite, plan, planner)
         results: list[WriteResult] = []
