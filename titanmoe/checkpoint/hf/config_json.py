@@ -138,6 +138,8 @@ def describe_folder(folder: Path, dense: bool = False) -> ParsedConfig:
 def parse_config_json(config: dict[str, Any], source: str, dense: bool = False) -> ParsedConfig:
     """Translate the contents of a config.json to our [model].
 
+    Unknown keys raise nothing: the result lists them. Of a multimodal model only the text model is translated.
+
     Args:
         config: the contents.
         source: the file's name, for messages.
@@ -232,6 +234,7 @@ def known_keys(hf: HuggingFace) -> set[str]:
 
 
 def _keys_read(hf: HuggingFace) -> set[str]:
+    """Return the keys of a config.json that are translated, checked or named in a note for a family."""
     keys = *hf.fields.values(), *(conversion.keys for conversion in hf.conversions)
     return {hf.mtp_key}.union(TRAINING_ONLY, KEYS_OF_EVERY_MODEL, hf.defaults, hf.fixed, *keys)
 
@@ -268,6 +271,11 @@ def misplaced_keys(config: dict[str, Any], hf: HuggingFace) -> list[str]:
 
 
 def _type_of(config: dict[str, Any], source: str, dense: bool) -> HuggingFace:
+    """Return the format that model_type names: of a family with experts, or with `dense` of one without.
+
+    Raises:
+        ConfigError: there is none of that kind; the message says what else to do with such a model.
+    """
     kind = config.get("model_type")
     maps = [family.hf for family in reversed(shipped().values()) if family.hf]
     types = {kind: hf for hf in maps for kind in (hf.model_type, hf.outer_type) if kind}
@@ -326,6 +334,7 @@ def _mistyped(hf: HuggingFace, values: dict[str, Any], source: str) -> list[str]
 
 
 def _model(hf: HuggingFace, values: dict[str, Any]) -> Model:
+    """Return [model] with checked values over the format's `switches`; dense_hidden is 0 without dense layers."""
     own = {name.removeprefix(OWN_PREFIX): value for name, value in values.items() if name.startswith(OWN_PREFIX)}
     values = {name: value for name, value in values.items() if not name.startswith(OWN_PREFIX)}
     own = Own({**family_of(hf.family).own, **own})
@@ -437,4 +446,5 @@ def _interpreted(config: dict[str, Any]) -> Model:
 
 
 def _context(model: Model, seq_len: int) -> int:
+    """Return the positions to which YaRN stretches RoPE, or without YaRN `seq_len`."""
     return int(model.rope_original_len * model.rope_factor) if model.rope_scaling == "yarn" else seq_len

@@ -49,7 +49,7 @@ PARTIAL = ".partial"
 
 
 def check_output_folder(out: Path, overwrite: bool, marks: tuple[str, ...]) -> None:
-    """Raise a ConfigError unless `out` can be made, or overwritten.
+    """Raise a ConfigError if `out` exists and may not be replaced, or has no parent folder. Make nothing.
 
     Args:
         out: the folder to make.
@@ -218,6 +218,10 @@ def to_peft(
 
 
 def _check_files(path: Path, group: Group) -> None:
+    """Read the checkpoint's files, shared among ranks; raise a ConfigError on all with every damaged one.
+
+    Collective over the group. A PEFT folder has no checksums: nothing is checked.
+    """
     if is_peft(path):
         return
     ranks, rank = size_and_rank(group)
@@ -227,6 +231,7 @@ def _check_files(path: Path, group: Group) -> None:
 
 
 def _write(plan: FolderPlan | PeftFolder, make: ReadNamedBlock, out: Path, group: Group) -> None:
+    """Write a planned folder, each rank some of its files: a single one is the first rank's. Collective."""
     ranks, rank = size_and_rank(group)
     per_rank = -(-len(plan.files) // ranks)
 
@@ -238,7 +243,9 @@ def _write(plan: FolderPlan | PeftFolder, make: ReadNamedBlock, out: Path, group
 
 
 def make_folder(out: Path, write: Callable[[Path], None], complete: Callable[[Path], None], group: Group) -> None:
-    """Make a folder that appears under its name once it is complete, or replace one. Collective over the group.
+    """Make a folder that appears under its name once it is complete, or replace whatever is there.
+
+    Collective over the group.
 
     Args:
         out: the folder.

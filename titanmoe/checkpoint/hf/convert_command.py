@@ -96,6 +96,10 @@ def add_convert(commands: argparse._SubParsersAction) -> None:
 
 
 def run_convert(args: argparse.Namespace) -> int:
+    """Run `titanmoe convert`, under torchrun in a process group of its own; return 0, or 2 after an error.
+
+    Only rank 0 prints.
+    """
     from titanmoe.checkpoint.safe_files import CheckpointError
 
     first = is_rank_0()
@@ -122,7 +126,10 @@ def run_convert(args: argparse.Namespace) -> int:
 
 
 def _check_options(args: argparse.Namespace) -> None:
-    """Raise a ConfigError with every option that is missing, of a wrong value, or not of the chosen conversion."""
+    """Raise a ConfigError with every option that the chosen conversion does not have, and with a missing OUT.
+
+    Of values only that of --max-shard-gb is checked here.
+    """
     kinds_of_option = dict.fromkeys(("--max-shard-gb", "--tokenizer"), ("to_hf",)) | {"--hf-assets": ("from_dcp",)}
     kinds_of_option["--drop"] = ("from_hf", "from_dcp", "to_peft")
     kinds_of_option |= dict.fromkeys(("--dtype", "--base"), ("to_hf", "to_peft"))
@@ -144,6 +151,7 @@ def _check_options(args: argparse.Namespace) -> None:
 
 
 def _join() -> Group:
+    """Join torchrun's ranks in a gloo group and return it; None for a single process."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return None
     import torch.distributed as dist
@@ -153,6 +161,10 @@ def _join() -> Group:
 
 
 def _convert(args: argparse.Namespace, group: Group) -> list[str]:
+    """Do what the options say and return the lines to print. Collective over the group.
+
+    With --from-hf, multi-token prediction in the files gives model.mtp_depth = 1 unless --drop mtp leaves it out.
+    """
     import torch
 
     from titanmoe.checkpoint.hf import config_json, convert
@@ -203,6 +215,7 @@ def _convert(args: argparse.Namespace, group: Group) -> list[str]:
 
 
 def _checkpoint_or_peft(args: argparse.Namespace) -> Path:
+    """Return IN if it is a PEFT folder, which --to-peft refuses; else the checkpoint that it stands for."""
     from titanmoe.checkpoint.checkpoint_command import latest_checkpoint
     from titanmoe.checkpoint.hf.peft_read import is_peft
 
@@ -258,6 +271,7 @@ def _to_peft(args: argparse.Namespace, source: Path, dtype: torch.dtype | None, 
 
 
 def _recipe(out: Path, model: object) -> list[str]:
+    """Return lines of a recipe that trains from the checkpoint `out`: its [model] and [checkpoint]."""
     from titanmoe.checkpoint.hf.config_json import model_table
     from titanmoe.config.fields import toml_value
 

@@ -74,6 +74,7 @@ def _summary(name: str, model: Model) -> str:
 
 
 def _model_comments(parsed: ParsedConfig) -> str:
+    """Return comment lines: fields of [model] in config.json or other than the defaults, and moe.aux_loss."""
     names = [f.name for f in fields(Model) if f.name not in ("hf", "change", "size", "mtp_depth", "own")]
     names += [name for name in parsed.hf.fields if name.startswith(OWN_PREFIX)]
     default, always = Model(), {"family", "norm_topk", *parsed.hf.fields}

@@ -55,6 +55,7 @@ class Export:
         self._check()
 
     def _check(self) -> None:
+        """Raise a ConfigError with every tensor that is missing, not of this model, or of another shape."""
         problems = [f"{name} is missing" for name in self.map.our_shapes if name not in self.stored]
         problems += [f"{name} does not belong to this model" for name in self.stored if name not in self.map.our_shapes]
         problems += [
@@ -81,6 +82,7 @@ class Export:
         return {name: (shape, self._dtype(name)) for name, shape in self.map.hf_shapes.items()}
 
     def _dtype(self, name: str) -> torch.dtype:
+        """Return a Hugging Face tensor's dtype in the files; without `dtype` it is our tensor's, or the first one's."""
         our_name = self.map.parts[name][0].our_name
         return self.stored[our_name][1] if self.dtype is None or our_name.endswith(EXPERT_BIAS) else self.dtype
 
@@ -116,7 +118,10 @@ class FolderPlan(NamedTuple):
     """Text of the model card; "": there is none."""
 
     def complete(self, folder: Path) -> None:
-        """Write config.json, index, tokenizer and model card, and fsync the folder. One rank calls it, at the end."""
+        """Write all files beside the weights, with an index if those are several, and fsync the folder.
+
+        One rank calls it, at the end.
+        """
         layout.write_text(folder / configs.CONFIG, json.dumps(self.config, indent=2) + "\n")
         if len(self.files) > 1:
             layout.write_text(folder / INDEX, json.dumps(index_json(self.files), indent=2) + "\n")
@@ -131,10 +136,13 @@ class FolderPlan(NamedTuple):
 def plan_folder(export: Export, shard_bytes: int, tokenizer: Path | None) -> FolderPlan:
     """Plan a Hugging Face folder. Write nothing.
 
+    Token ids at which the tokenizer ends a text or a turn are added to eos_token_id of generation_config.json; in
+    config.json the first is set if it has no eos_token_id.
+
     Args:
         export: the weights.
         shard_bytes: most bytes of a safetensors file.
-        tokenizer: folder with tokenizer files; None: those that the export carries.
+        tokenizer: folder with tokenizer files, which replace those carried by the export; None keeps these.
 
     Raises:
         ConfigError: transformers cannot express the model, or `tokenizer` has no tokenizer files.

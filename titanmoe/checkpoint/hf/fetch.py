@@ -37,7 +37,7 @@ CACHE = "TITANMOE_CACHE"
 def describing_folder(name: str) -> Path:
     """Return a local folder with a model's config.json and tokenizer, fetched if need be; ConfigError if that fails.
 
-    The path of a name that is a folder is returned unchecked.
+    A fetched folder with config.json counts as complete. The path of a name that is a folder is returned unchecked.
     """
     return _folder(name, DESCRIBING_FILES, lambda folder: (folder / CONFIG).is_file())
 
@@ -120,17 +120,24 @@ def fetch_first_weights(config: Config, say: Callable[[str], None]) -> None:
 
 
 def is_remote(name: str) -> bool:
-    """Return whether a model's name is a URL of any scheme, or a name on the hub and not an existing path here."""
+    """Return whether a model's name is a URL of any scheme, or OWNER/MODEL and not an existing path here.
+
+    The hub is not asked whether it has that model.
+    """
     return is_url(name) or _hub_name(name) is not None
 
 
 def _hub_name(name: str) -> HubRepo | None:
-    """Return the repository and revision of a name on the hub; None for paths, and for what exists here."""
+    """Return the repository and revision in a name OWNER/MODEL[@REVISION], existing on the hub or not.
+
+    None for other names, and for what exists here.
+    """
     match = HUB_NAME.fullmatch(name)
     return HubRepo(match[1], match[2] or MAIN) if match and not Path(name).exists() else None
 
 
 def _has_weights(folder: Path) -> bool:
+    """Return whether a folder has all files that its index names, or without one config.json and model.safetensors."""
     if (folder / INDEX).is_file():
         names = read_json(folder / INDEX).get("weight_map")
         return isinstance(names, dict) and all((folder / str(name)).is_file() for name in set(names.values()))
@@ -138,6 +145,7 @@ def _has_weights(folder: Path) -> bool:
 
 
 def _folder(name: str, patterns: tuple[str, ...], complete: Callable[[Path], bool]) -> Path:
+    """Return a model's local folder: a path unchecked, else a folder of a cache, fetched unless it is `complete`."""
     if is_url(name):
         return _from_url(name, patterns, complete)
     if hub := _hub_name(name):
@@ -183,6 +191,10 @@ def _url_key(url: str) -> str:
 
 
 def _from_url(url: str, patterns: tuple[str, ...], complete: Callable[[Path], bool]) -> Path:
+    """Return the cache's folder for a URL, copying the model into it unless it is complete: it is never copied anew.
+
+    Of `patterns` only whether "*.safetensors" is among them counts.
+    """
     cache, key = _url_cache(), _url_key(url)
     folder = cache / key
     if complete(folder):
@@ -198,7 +210,7 @@ def _from_url(url: str, patterns: tuple[str, ...], complete: Callable[[Path], bo
 def _copy(system: Any, root: str, folder: Path, weights: bool) -> None:
     """Copy a model's files from a URL into the cache; each appears under its name once it is complete.
 
-    Files are asked for by name, because an https server has no listing.
+    Files are asked for by name, because an https server has no listing, and not copied if the cache has them.
 
     Args:
         system: fsspec's file system of the URL.

@@ -63,7 +63,7 @@ class HuggingFaceSource:
 
     @cached_property
     def tensors(self) -> dict[str, tuple[Shape, torch.dtype]]:
-        """Shape and stored dtype of each of the model's tensors, by our names."""
+        """Shape and dtype by our names: as stored, but bfloat16 if quantised, and float32 for a bias in no file."""
         return {name: (shape, self._dtype(name)) for name, shape in self.map.our_shapes.items()}
 
     def _dtype(self, name: str) -> torch.dtype:
@@ -84,7 +84,8 @@ class HuggingFaceSource:
     def check(self) -> None:
         """Raise a ConfigError that lists every differing field, and every missing, unexpected or misshapen tensor.
 
-        It lists tensors only if no field differs. Fills `skipped`.
+        Experts of several dtypes are listed too, and copies whose values differ; no other values are read. Tensors are
+        looked at only if no field differs. Fills `skipped`.
         """
         if problems := self._model_problems() or self._tensor_problems():
             raise ConfigError(problems, str(self.weights.folder.path))
@@ -138,6 +139,10 @@ class HuggingFaceSource:
         return problems
 
     def _tensor_problems(self) -> list[str]:
+        """Return an error line for each missing, unexpected or misshapen tensor, and for copies that are not equal.
+
+        Other values are not read. Tensors that are left out on purpose go to `skipped`.
+        """
         in_files = {name: shape for name, (shape, _) in self.weights.tensors.items()}
         in_files |= {name: self.weights.folder.tensors[name].shape for name in self.weights.unused}
         in_model = self.map.hf_shapes
@@ -188,10 +193,10 @@ class HuggingFaceSource:
         return [problem], stored ^ expected
 
     def _skip(self, names: set[str]) -> set[str]:
-        """Return those of the names that the model should have a place for, and record the others in `skipped`.
+        """Return those of the names for which no reason to leave them out is known; put the others into `skipped`.
 
-        The names are of tensors in the files that are not part of the model. Others are left out on purpose, such as
-        dropped multi-token prediction or a copy of a tied embedding.
+        The names are of tensors in the files that are not part of the model. Reasons are, for example, that multi-token
+        prediction is dropped, or that it is a copy of a tied embedding.
         """
         reasons, hf_tensors = {}, self.parsed.hf.hf_tensors
         for name in names:
@@ -220,7 +225,7 @@ class HuggingFaceSource:
     def _is_mtp(self, name: str) -> bool:
         """Return whether a tensor in the files belongs to multi-token prediction.
 
-        DeepSeek-V3 stores it as additional layers, Qwen under names of its own.
+        DeepSeek-V3 stores it as num_nextn_predict_layers additional layers, Qwen under names of its own.
         """
         layer = layer_number(name)
         first, count = self.model.num_layers, self.parsed.json.get("num_nextn_predict_layers") or 0

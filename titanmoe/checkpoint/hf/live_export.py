@@ -185,12 +185,14 @@ class LiveExport:
         return {(name, self._region(name, place.expert)): self.held[MODEL + name].dtype for name in names}
 
     def _region(self, name: str, expert: int | None = None) -> Region:
+        """Return offset and sizes of a full tensor of ours or, with `expert`, of that expert in it."""
         shape = self.held[MODEL + name].shape
         if expert is None:
             return (0,) * len(shape), shape
         return (expert, *[0] * (len(shape) - 1)), (1, *shape[1:])
 
     def _plan(self, names: list[str], regions: Regions, ranks: Collection[int]) -> HFBlock:
+        """Plan the messages that bring `regions` to `ranks`. Nothing is sent, and `names` are only stored."""
         wanted: dict[str, TensorPlaces] = {}
         for (name, region), dtype in regions.items():
             shape = self.held[MODEL + name].shape

@@ -35,8 +35,8 @@ def effective_fields(model: Model) -> dict[str, Any]:
     """Return the fields of [model] that determine what a model computes, by name, in a form that can be compared.
 
     Fields without effect in this model have their defaults, and values that mean the same are replaced by one of them.
-    Family, size, init_std and multi-token prediction are left out, fields of [model.own] are "own.NAME", and
-    num_dense_layers is the list of dense layers.
+    hf, change, family, size, init_std, media_tokens and multi-token prediction are left out, fields of [model.own] are
+    "own.NAME", and num_dense_layers, which stands for moe_every too, is the list of dense layers.
     """
     unused: list[str] = []
     if model.rope_scaling == "none":

@@ -23,7 +23,10 @@ BASE_KEY = "base_model_name_or_path"
 
 
 def read_first_adapters(folder: Path, model: Model, lora: LoRA) -> Adapters:
-    """Read the PEFT folder that a run begins from; ConfigError if it does not fit its model or its [lora]."""
+    """Read the PEFT folder that a run begins from; ConfigError if it does not fit its model or its [lora].
+
+    Base weights are not compared.
+    """
     adapters = read_peft(folder.expanduser(), model)
     if problems := lora_mismatches(adapters, Config(model=model, lora=lora)):
         raise ConfigError(problems, str(adapters.path))
@@ -56,6 +59,7 @@ def _error(adapters: Adapters, problem: str) -> ConfigError:
 
 
 def _refuse_other_name(adapters: Adapters, base_name: str) -> None:
+    """Raise a ConfigError if the names of the adapters' base and of `base_name` differ, owner and revision apart."""
     named = adapters.base
     if short_name(named) != short_name(base_name):
         raise _error(

@@ -50,7 +50,10 @@ def from_peft(down: Tensor, up: Tensor, experts: int) -> AdapterPair:
 
 
 def fused_matrices(map_: TensorMap, name: str) -> list[str]:
-    """Return our names of all weights that are stored in the same Hugging Face tensor as `name`, itself included."""
+    """Return our names of all weights that are rows of the same fused Hugging Face tensor as `name`, itself included.
+
+    [name] for other tensors, also for stacked experts whose gate and up alternate.
+    """
     place = map_.places[name][0]
     return [name] if place.hf_tensor.fused is None else [part.our_name for part in map_.parts[place.hf_name]]
 

@@ -103,7 +103,10 @@ def base_name_of(path: Path) -> str:
 
 
 class _Reader:
+    """A reader of one PEFT folder, which collects its adapters in `tensors` and all that is wrong in `problems`."""
+
     def __init__(self, path: Path, model: Model):
+        """Read adapter_config.json and the headers of the tensors; ConfigError if the folder is not one of PEFT's."""
         if not is_peft(path):
             raise ConfigError(
                 f"{path} is no folder of PEFT, as there is no {CONFIG}: name one that save_pretrained wrote"
@@ -122,7 +125,7 @@ class _Reader:
         self.problems: list[str] = []
 
     def adapters(self) -> Adapters:
-        """Return the folder's adapters, whose tensors are read later. Call it once.
+        """Return the folder's adapters, whose tensors are read later, apart from fused ones. Call it once.
 
         Raises:
             ConfigError: with everything that is wrong, which is also in `problems`.
@@ -222,6 +225,7 @@ class _Reader:
             self.alphas[name] = self._alpha(module_of(place), len(pair.down) / len(fused.down))
 
     def _add_unfused(self, name: str) -> None:
+        """Add a weight's adapter to `tensors`, to be read later, and to `alphas`. Does nothing if it has none."""
         *experts, outputs, inputs = self.map.our_shapes[name]
         if not (keys := self._tensor_keys(name, outputs)):
             return
@@ -233,6 +237,7 @@ class _Reader:
         self.alphas[name] = self._alpha(module_of(self.map.places[name][0]))
 
     def _read_unfused(self, name: str, keys: list[str], leaf: str, offset: Shape, shape: Shape) -> Tensor:
+        """Return a block of our A or B (`leaf`) of a weight: experts stacked, or B's rows in our order of RoPE."""
         hf_tensor = self.map.places[name][0].hf_tensor
         if self.map.places[name][0].expert is not None:
             chosen = keys[offset[0] : offset[0] + shape[0]]
@@ -271,6 +276,7 @@ class _Reader:
             self.stacks[block] = pairs
 
     def _fits(self, block: str, parameter: str, keys: tuple[str, str]) -> bool:
+        """Return whether A has a rank above 0, equal for all experts; add a line to `problems` if a shape is wrong."""
         experts, outputs, inputs = self.map.our_shapes[f"{block}.{'w2' if parameter == DOWN else 'w1'}"]
         outputs *= 1 + (parameter == GATE_UP)
         (down, up) = (self.files.tensors[key].shape for key in keys)
@@ -299,6 +305,11 @@ class _Reader:
             self._add_stacked(block, pairs, block_diagonal)
 
     def _add_stacked(self, block: str, pairs: dict[str, tuple[str, str]], block_diagonal: bool) -> None:
+        """Add the adapters of one layer's stacked experts to `tensors` and `alphas`, all with one rank.
+
+        If B is block diagonal, it is down's, or without down half that of gate and up; else the larger one, to which
+        the other is padded with zeros. Ranks that do not fit are added to `problems`.
+        """
         path = f"model.layers.{block.split('.')[1]}.{STACKED}"
         experts = self.map.our_shapes[f"{block}.w1"][0]
         ranks = {parameter: self.files.tensors[keys[0]].shape[0] // experts for parameter, keys in pairs.items()}
@@ -345,7 +356,10 @@ class _Reader:
     # ---- [lora]
 
     def _mistyped(self) -> Iterator[str]:
-        """Yield an error line for each setting of adapter_config.json that has a wrong type or value."""
+        """Yield an error line for each alpha, pattern or use_rslora in adapter_config.json that cannot be read.
+
+        After the first pattern or target_parameters of a wrong type it stops. Other settings are not looked at.
+        """
         for key, (kind, kind_name) in KINDS.items():
             if not isinstance(self.settings.get(key) or kind(), kind):
                 yield f"{CONFIG} has {key} = {self.settings[key]!r:.80}, which is not {kind_name}: write one, or null"
@@ -395,7 +409,7 @@ class _Reader:
             self.alphas[name] = alpha
 
     def _lora(self) -> LoRA:
-        """Return [lora] of the adapters; its defaults if there are `problems`, to which it adds."""
+        """Return [lora] of the adapters, whose alphas it levels; defaults if there are `problems`, to which it adds."""
         if self.problems:
             return LoRA()
         self._level_alphas()
@@ -427,7 +441,7 @@ def _times(factor: float, read: ReadBlock, offset: Shape, shape: Shape) -> Tenso
 def unsupported_settings(settings: Mapping[str, Any]) -> list[str]:
     """Return an error line for each of the settings in adapter_config.json beyond plain LoRA on an unchanged base.
 
-    [] if there is none.
+    Unknown keys count unless they are null or false. [] if there is none.
     """
     problems = []
     for key, value in settings.items():

@@ -90,6 +90,8 @@ def plan_peft_folder(
 ) -> PeftFolder:
     """Plan the PEFT folder of adapters, and write nothing; ConfigError with everything that PEFT cannot express.
 
+    With target_parameters lora_dropout is 0, whatever the run had, because PEFT refuses both together.
+
     Args:
         adapters: the adapters.
         map_: the map between our tensors and Hugging Face's for the adapters' model.
@@ -194,6 +196,10 @@ class _Paths:
 
 
 def _ranks(adapters: Adapters, paths: _Paths, matrices: list[str]) -> dict[str, Any]:
+    """Return adapter_config.json's entries of rank and scale; r is the experts' rank, if they have adapters.
+
+    rank_pattern and alpha_pattern have the weights of other rank or alpha, such as fused ones, whose ranks add up.
+    """
     lora, alpha = adapters.lora, adapters.lora.alpha
     r = next((adapters.rank(name) for name in matrices if ".experts." in name), adapters.rank(matrices[0]))
     ranks: dict[str, int] = {}

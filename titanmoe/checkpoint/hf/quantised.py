@@ -29,6 +29,10 @@ class Dequantised:
     """A folder's tensors, dequantised: blocks of quantised ones are read as bfloat16, others in their own dtype."""
 
     def __init__(self, folder: SafetensorsFolder, block: tuple[int, int]):
+        """Find quantised tensors by names and dtypes; ConfigError with all whose scales are missing or do not fit.
+
+        `block` is how many rows and columns share an FP8 scale. No values are read.
+        """
         self.folder, self.block = folder, block
         self.tensors: dict[str, tuple[Shape, torch.dtype]] = {}
         self.quantised: dict[str, str] = {}

@@ -31,8 +31,8 @@ def read_model_file(values: Mapping[str, Any]) -> ModelFile:
     """Return the fields of a recipe that config.json of model.hf fixes, and defaults of fields that follow from it.
 
     The file is fetched if model.hf is remote. A run that has a checkpoint of its own no longer needs the model's
-    folder: if it is gone, the checkpoint's record is used. `values` has the recipe's fields by path, with defaults for
-    the others.
+    folder: if that cannot be read, the checkpoint's record is used. `values` has the recipe's fields by path,
+    with defaults for the others.
 
     Raises:
         ConfigError: there is neither a config.json nor a checkpoint, or [model] cannot express the model.
@@ -57,10 +57,12 @@ def read_model_file(values: Mapping[str, Any]) -> ModelFile:
 
 
 def _fixed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of a config's values, by path, that config.json fixes: [model] without what a recipe chooses."""
     return {path: value for path, value in values.items() if path.startswith("model.") and path not in RECIPE_CHOICES}
 
 
 def _tokenizer(file: Path) -> dict[str, Any]:
+    """Return data.tokenizer, the folder of a tokenizer's file; {} if there is no such file."""
     return {"data.tokenizer": str(file.parent)} if file.is_file() else {}
 
 

@@ -82,6 +82,7 @@ class SafetensorsFolder:
         return files
 
     def _names(self) -> list[str]:
+        """Return the names of the files: those in the index or, without one, `single`; ConfigError without both."""
         index = self.path / INDEX
         if not index.exists():
             if (self.path / self.single).exists():
@@ -98,6 +99,7 @@ class SafetensorsFolder:
         return sorted(set(map(str, names.values())))
 
     def _add(self, file: Path, problems: list[str]) -> None:
+        """Add all tensors of a file, by its header, to `tensors`; of other dtypes or in two files, to `problems`."""
         with safe_open(file, "pt"), open(file, "rb") as stream:  # the library checks the header
             size = int.from_bytes(stream.read(8), "little")
             header = json.loads(stream.read(size))

@@ -108,6 +108,10 @@ class TensorMap:
             yield HfPlace(name, hf_name.replace("{expert}", str(expert)), expert, hf_tensor)
 
     def _hf_tensor(self, name: str) -> HFTensor | None:
+        """Return our tensor's name and layout: the alternative if that is stored, else its mixer's, else its family's.
+
+        None if the format has no such tensor.
+        """
         layer, kind = layer_number(name), re.sub(r"^layers\.\d+\.", "layers.{layer}.", name)
         other = self.hf.alternative_hf_tensors.get(kind)
         if other is not None and self._hf_name(other, name) in self.stored:
@@ -154,6 +158,7 @@ class TensorMap:
         return out
 
     def _get(self, place: HfPlace, out: Tensor, offset: Shape, read: ReadNamedBlock) -> None:
+        """Fill `out`, a block of our tensor or of one expert, in place from one Hugging Face tensor."""
         if place.hf_tensor.transposed:
             out, offset = out.transpose(-1, -2), (*offset[:-2], offset[-1], offset[-2])
         fill_in_blocks(out, offset, partial(self._take, place, read))
@@ -221,6 +226,7 @@ class TensorMap:
         return out
 
     def _put(self, place: HfPlace, out: Tensor, offset: Shape, read: ReadNamedBlock) -> None:
+        """Fill in place what our tensor of `place` has of `out`, a block of a Hugging Face tensor from `offset` on."""
         hf_tensor, ours = place.hf_tensor, out[..., place.hf_tensor.phase :: place.hf_tensor.stride]
         if hf_tensor.rotated is not None or hf_tensor.fused is not None:
             if hf_tensor.has_dim_of_1:

@@ -63,6 +63,7 @@ class TorchTitanFolder:
     """Weights that TorchTitan saved, by our names, with the interface of SafetensorsFolder."""
 
     def __init__(self, path: Path):
+        """Find the tensors in a folder; ConfigError if it has none, an unknown dtype, or two names of one tensor."""
         self.path, self.dcp = path, DcpFolder(path, BEGINS)
         self.names: dict[str, str] = {}
         for name, (_, dtype) in self.dcp.tensors.items():
@@ -91,10 +92,12 @@ class TorchTitanFolder:
 def open_torchtitan(path: Path, assets: Path, drop: tuple[str, ...] = ()) -> HuggingFaceSource:
     """Open the weights of a folder as a model of ours, and check that they are all there.
 
+    Weights of a vision encoder are left out.
+
     Args:
         path: The folder that torch.distributed.checkpoint wrote.
         assets: A folder with the config.json that describes the model.
-        drop: ("mtp",) leaves multi-token prediction out.
+        drop: ("mtp",) leaves multi-token prediction out, which is refused otherwise.
 
     Raises:
         ConfigError: with everything that is missing, unexpected, or not in TorchTitan's models.

@@ -32,6 +32,7 @@ class UpcycledWeights:
     """The weights of a model with experts, made block by block from a dense Hugging Face model."""
 
     def __init__(self, folder: Path, experts: int, top_k: int, granularity: int, seed: int):
+        """Open and check the dense model in a folder; ConfigError if it, or the numbers of experts, cannot be used."""
         parsed = configs.describe_folder(folder, dense=True)
         self.dense = HuggingFaceSource(folder, parsed, parsed.model)
         self.dense.check()
@@ -87,6 +88,7 @@ class UpcycledWeights:
         return out
 
     def _router(self, name: str, offset: Shape, shape: Shape) -> Tensor:
+        """Return a block of a router's weight: random rows (init_std, seed), equal for the slices of a copy."""
         copy = torch.arange(offset[0], offset[0] + shape[0]) // self.granularity
         first, last = int(copy[0]), int(copy[-1])
         rows = torch.empty(last - first + 1, shape[1])

@@ -83,6 +83,10 @@ class MergedWeights:
         """A line on how the base weights were compared with those that PEFT's adapters were trained on."""
 
     def read(self, name: str, offset: Shape, shape: Shape) -> Tensor:
+        """Return a block of a weight: with its adapter merged, in float32 or wider whatever `tensors` says.
+
+        A weight without an adapter is returned as the base has it.
+        """
         block = self.base.read(name, offset, shape)
         if name not in self.matrices:
             return block
@@ -107,12 +111,12 @@ def is_hf(name: str) -> bool:
 
 
 def open_weights(name: str, model: Model | None = None) -> HuggingFaceSource | CheckpointWeights:
-    """Open a model's full weights and check that they are all there.
+    """Open a model's full weights; check that a Hugging Face model has them all. A checkpoint is not checked.
 
     Args:
         name: a Hugging Face folder, hub name or URL (fetched if need be), a checkpoint, a run (its latest checkpoint),
             RUN:best or RUN:STEP.
-        model: the [model] to read a Hugging Face model as; None: what its config.json says.
+        model: the [model] to read a Hugging Face model as; None: what its config.json says. Unused for a checkpoint.
 
     Raises:
         ConfigError, CheckpointError: there are none, they do not fit the model, or the checkpoint has adapters alone.
@@ -146,7 +150,8 @@ def open_adapters(path: Path, base_name: str = "") -> tuple[Adapters, str]:
 def open_base_weights(adapters: Adapters, base_name: str) -> HuggingFaceSource | CheckpointWeights:
     """Open the base weights of adapters by name; ConfigError if it is "": random weights, which no file has.
 
-    Raises ConfigError and CheckpointError as well if they cannot be read or do not fit the adapters' model.
+    Raises ConfigError and CheckpointError as well if they cannot be read, or a Hugging Face model does not fit the
+    adapters' model; a checkpoint's [model] is not compared with it.
     """
     if not base_name:
         raise ConfigError(
