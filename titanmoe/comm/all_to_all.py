@@ -6,7 +6,8 @@
     finish_all_to_all     waits                   sends the gradients
 
 Dispatchers send routed tokens in two calls: nothing can touch the result of the first before the second. On a group of
-one rank all do nothing. All ranks of the group call each function together.
+one rank all do nothing. All ranks of the group call each function together. Recomputation sends again, unless x is
+`small`.
 """
 
 from __future__ import annotations
@@ -109,6 +110,8 @@ class _Transfer:
 
     def launch(self, x: Tensor, send: list[int], receive: list[int]) -> Tensor:
         """Start to send the rows of x, gradients in backward; return an empty tensor, its mark in the autograd graph.
+
+        The rows themselves are in `in_flight`. An interleaved pair notes that its active side has sent something.
 
         Args:
             x: the rows.

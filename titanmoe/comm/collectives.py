@@ -3,7 +3,8 @@
 Functions named like `all_gather_autograd` are differentiable; the others are not. The differentiable all-to-all is in
 titanmoe.comm.all_to_all. Each function waits for its result before it returns: a collective still in flight that enters
 a compiled region gives silently wrong gradients in torch 2.13. The exceptions are those named like `launch_all_to_all`,
-whose callers call `wait`; they cannot take NO_GROUP.
+whose callers call `wait`; they cannot take NO_GROUP. On a GPU the stream waits, the host only for objects. Where
+backward recomputes a region, differentiable functions send again, unless their tensor is `small`.
 
 All ranks of the group call each function together.
 """
@@ -108,7 +109,7 @@ def to_local_replicated(parameter: nn.Parameter) -> Tensor:
 
 
 def wait(in_flight: Tensor, group: Group) -> Tensor:
-    """Wait for an asynchronous collective over `group`, and return its result.
+    """Wait for an asynchronous collective over `group`, on a GPU by its stream alone, and return its result.
 
     Observers (titanmoe.observe) are told of the wait before and after.
 

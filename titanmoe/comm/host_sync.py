@@ -63,7 +63,7 @@ class CountExchange:
     """The all-to-all in which the ranks of a dispatch group tell each other how many routed tokens they will send."""
 
     def __init__(self, send_Ge: Tensor, group: Group, on_gpu: bool):
-        """Start to send the counts. Collective over the group.
+        """Start to send the counts. Collective over the group; in recomputation nothing is sent.
 
         Args:
             send_Ge: the number of routed tokens that this rank sends to each expert of each rank.

@@ -67,7 +67,10 @@ def in_checkpointed_region() -> bool:
 
 
 def recomputing() -> bool:
-    """Return whether backward is now recomputing a checkpointed region, so that nothing uses the region's output."""
+    """Return whether backward is now recomputing a checkpointed region, so that nothing uses the region's output.
+
+    Always False in code that torch.compile traces.
+    """
     current = _running_pass()
     return current is not None and current.recomputes
 
