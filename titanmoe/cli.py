@@ -63,7 +63,7 @@ def command() -> NoReturn:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Parse the command line, run the subcommand and return its exit code.
+    """Parse the command line, run the subcommand and return its exit code; 0 if the reader of a pipe has closed it.
 
     SystemExit is raised after --help, --version and mistakes that argparse finds.
 
@@ -141,7 +141,10 @@ def add_fold(commands: argparse._SubParsersAction) -> None:
 
 
 def run_fold(args: argparse.Namespace) -> int:
-    """Run `titanmoe fold`, which draws or lists mappings onto ranks; return 0, or 2 after an error."""
+    """Run `titanmoe fold`, which draws or lists mappings onto ranks; return 0, or 2 after an error.
+
+    An illegal mapping is an error, and the nearest legal ones are shown with it.
+    """
     degrees = {name: getattr(args, name) for name in DEGREE_PATHS if getattr(args, name) is not None}
     try:
         world = world_of(args.ranks, args.overrides, COMPONENTS)
@@ -264,7 +267,10 @@ def _print_mappings(args: argparse.Namespace, world: int, degrees: dict[str, int
 
 
 def _rank_groups(fold: Fold) -> dict[str, dict[str, list[tuple[int, ...]]]]:
-    """Return the groups of ranks by view ("attention", "experts") and axis; each group is a tuple of ranks."""
+    """Return the groups of ranks by view ("attention", "experts") and axis; each group is a tuple of ranks.
+
+    dp_replicate and dp_shard are one axis, "dp", and so are edp_replicate and edp, "edp".
+    """
     axes: dict[View, dict[str, str | tuple[str, ...]]] = {
         "attention": {"tp": "tp", "cp": "cp", "dp": "dp", "pp": "pp"},
         "experts": {"etp": "etp", "ep": "ep", "edp": ("edp_replicate", "edp"), "pp": "pp"},

@@ -40,6 +40,8 @@ def _allowed() -> list[str]:
 def code_names(values: Mapping[str, Any]) -> list[str]:
     """Return the names "module:NAME" of components outside the package that a config names, each once.
 
+    A function of rl.reward is no component, and not among them.
+
     Args:
         values: the config's values by path, such as "moe.dispatcher".
     """

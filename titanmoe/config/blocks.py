@@ -62,6 +62,9 @@ def separates_documents(config: Config) -> bool:
 
 
 def splits_router_product(config: Config) -> bool:
-    """Return whether GPUs compute the router's float32 product as products of bfloat16 terms (`moe.router_product`)."""
+    """Return whether GPUs compute the router's float32 product as products of bfloat16 terms (`moe.router_product`).
+
+    They do under "auto" with a float32 router in bfloat16 training, without moe.jitter.
+    """
     moe, narrow = config.moe, config.training.mixed_precision_param == "bfloat16"
     return narrow and moe.router_dtype == "float32" and moe.router_product == "auto" and not moe.jitter

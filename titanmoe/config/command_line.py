@@ -64,6 +64,8 @@ def to_words(values: Mapping[str, Any]) -> list[str]:
 def split_words(argv: Sequence[str]) -> CommandLine:
     """Parse a command line into the recipe, overrides of fields, and problems. Raises nothing.
 
+    Values are not checked here, and the recipe is not read. Of a repeated field the last value counts.
+
     Args:
         argv: words after the program's name, such as ["debug", "--training.steps", "10"].
     """

@@ -132,7 +132,8 @@ class ComponentKind(Generic[SpecType]):
     def look_up(self, name: str) -> SpecType:
         """Return the spec of a component, after importing it if necessary.
 
-        A module outside the package is also searched in the current folder, which is appended to sys.path.
+        A module outside the package is also searched in the current folder, which is appended to sys.path. An
+        implementation that a spec only names is not imported here.
 
         Args:
             name: a name of the table, or "module:NAME" for a component outside the package.
