@@ -100,6 +100,12 @@ def test_what_the_cache_has_is_not_asked_for(cache, saved):
     assert cache.calls == []
 
 
+def test_a_tokenizer_that_other_software_did_not_fetch_is_fetched(cache, saved):
+    cache.hub, snapshot = saved, cache.put(saved, names=("config.json", "model.safetensors"))
+    config = load(["--model.hf", "owner/model"], COMPONENTS, lambda config: [])
+    assert config.data.tokenizer == str(snapshot) and len(cache.calls) == 1
+
+
 def test_a_recipe_gets_the_small_files_and_a_run_the_weights_of_the_same_revision(cache, saved):
     cache.hub = saved
     folder = fetch.describing_folder("owner/model")
@@ -113,7 +119,7 @@ def test_a_recipe_gets_the_small_files_and_a_run_the_weights_of_the_same_revisio
 
 def test_part_of_the_weights_is_not_all_of_them(cache, saved):
     one = sorted(file.name for file in saved.glob("*.safetensors"))[0]
-    cache.put(saved, names=("config.json", "model.safetensors.index.json", one))
+    cache.put(saved, names=("config.json", "tokenizer.json", "model.safetensors.index.json", one))
     assert fetch.describing_folder("owner/model")
     assert "LocalEntryNotFoundError: Got: ConnectError: no route: check the name" in problem("owner/model")
     cache.hub = saved

@@ -37,9 +37,10 @@ CACHE = "TITANMOE_CACHE"
 def describing_folder(name: str) -> Path:
     """Return a local folder with a model's config.json and tokenizer, fetched if need be; ConfigError if that fails.
 
-    A fetched folder with config.json counts as complete. The path of a name that is a folder is returned unchecked.
+    A fetched folder with config.json and tokenizer.json counts as complete: other software may have fetched one alone.
+    The path of a name that is a folder is returned unchecked.
     """
-    return _folder(name, DESCRIBING_FILES, lambda folder: (folder / CONFIG).is_file())
+    return _folder(name, DESCRIBING_FILES, lambda folder: (folder / CONFIG).is_file() and (folder / FILE).is_file())
 
 
 def weights_folder(name: str) -> Path:
