@@ -175,7 +175,7 @@ class Slicer:
     def _attention_flops(self, batch: Batch) -> float:
         """Return the attention FLOPs of a microbatch of full sequences, forward and backward, all blocks together.
 
-        They depend on the pairs of positions that the mask allows.
+        Only pairs of positions that see each other count, within each block's window.
         """
         (samples, length), mask = batch.tokens_BS.shape, mask_of(batch)
         counts = {width: mask._replace(window=width).count(length, samples) for width in self.work.per_pair}
@@ -224,10 +224,11 @@ class Gradients:
     def sums(self, work: StepWork, wants_to_stop: Callable[[], bool] = lambda: False) -> StepSums:
         """Run a step's forward and backward, leave gradients summed over ranks in `.grad`, return the step's sums.
 
-        Collective over the world. If a buffer of fixed size was too small, forward and backward are made twice.
+        Collective over the world. If a buffer of fixed size was too small on any rank, these gradients are dropped, and
+        forward and backward are made again without such buffers.
 
         Args:
-            wants_to_stop: returns whether this rank asks for training to end after this step; called after the
+            wants_to_stop: returns whether this rank asks for training to end after this step; called after each
                 backward. The decision of all ranks is `scalars.stop` of the result.
         """
         first_pass = self.first_pass
@@ -285,7 +286,7 @@ class Gradients:
         return StepSums(scalars, norm, on_device, local, logits)
 
     def begin_step(self, totals: Totals) -> None:
-        """Set the layers' counts of tokens and loads to 0, and give the layers the step's number and its totals.
+        """Set the MoE layers' counts of tokens and loads to 0, and give them the step's number, tokens and samples.
 
         Dropout layers get the number, and the measurement of attention logits begins anew if this step is measured.
         Call it before the first `add` of a step.
@@ -298,9 +299,9 @@ class Gradients:
             dropout.begin_step(self.state.step)
 
     def begin_pass(self) -> None:
-        """Prepare the layers' counts for another `add` call of the same step: call it before each but the first.
+        """Move the MoE layers' counts of microbatches so far into the step's sums, before the step's next `add` call.
 
-        Its microbatches are numbered from 0 again.
+        Call it before each `add` but the first. The microbatches of that call are numbered from 0 again.
         """
         for moe in self.moe_layers.values():
             moe.balance.begin_pass()
@@ -309,9 +310,9 @@ class Gradients:
     def add(self, slices: list[BatchSlice], objective: Objective, divisor: Tensor, backward: bool = True) -> PassSums:
         """Run microbatches forward and backward, add gradients to `.grad`, and return this rank's loss and metrics.
 
-        Both are divided by `divisor`, and 0 on ranks without the last pipeline stage. Collective over the stage and the
-        pipeline. Gradients of replicated parameters are not yet summed over ranks. Call `begin_pass` before each
-        further call in a step.
+        Both are divided by `divisor`, or by 1 if that is 0. They are 0 on ranks without the last pipeline stage, and
+        equal on the ranks of a tp group. Collective over the stage and the pipeline. Gradients of replicated parameters
+        are not yet summed over ranks. Call `begin_pass` before each further call in a step.
 
         Args:
             slices: this rank's microbatches, at most as many as the recipe's step has; with a pipeline, just as many.

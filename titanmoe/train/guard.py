@@ -3,7 +3,8 @@
 * A batch whose step is in data.skip_steps is not used.
 * A step with an unusual loss or gradient norm is repeated if the checks can do so, then skipped if
   optimizer.skip_spikes is set.
-* A loss or norm that is not finite ends the run with the name of the first bad parameter.
+* A loss or norm that is not finite counts as unusual. It ends the run with the name of the first bad parameter, unless
+  optimizer.skip_spikes skips the step.
 * If ranks differ, the run continues from its newest checkpoint.
 """
 
@@ -76,6 +77,9 @@ class Guard:
 
     def __call__(self, work: StepWork, sums: StepSums) -> StepVerdict:
         """Decide whether the step's gradients become an update. Collective over the world.
+
+        The checks examine a step whose loss or norm is unusual or not finite. If it still is, the step makes no update
+        with optimizer.skip_spikes. Without it, only a number that is not finite prevents the update.
 
         Args:
             sums: the step's loss, gradient norm and statistics over all ranks; the gradients are in `.grad`.

@@ -49,7 +49,9 @@ class Header:
 
 
 def make_header(config: Config, fold: Fold, device_name: str, peak: float | None) -> Header:
-    """Return the lines of the header on model, mapping, devices, batch and data.
+    """Return the lines of the header on model, mapping, devices, batch and data, and the checkpoint's estimated bytes.
+
+    Warnings are lines too: of a model without load balancing, of a high learning rate, and of moe.force_balance.
 
     Args:
         device_name: the device's name as PyTorch gives it.
@@ -111,6 +113,9 @@ def setup_rows(
     config: Config, microbatches: int, engine: WithoutPipeline | Pipeline, device: torch.device
 ) -> dict[str, str]:
     """Return the header's lines on PyTorch, GPU memory, compilation, the pipeline and recomputation, by label.
+
+    Only lines that apply are there: "PyTorch" for a version that is not tested, "recompute" only where a pipeline that
+    splits backward makes it costly.
 
     Args:
         engine: runs the stages; a pipeline's knows the fraction of time in which ranks are idle.

@@ -24,7 +24,7 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 def resident_memory() -> int:
     """Return the bytes of resident memory of this process."""
-    return _kib("/proc/self/status", "VmRSS:")
+    return _read_bytes("/proc/self/status", "VmRSS:")
 
 
 def memory_limit() -> int:
@@ -32,7 +32,7 @@ def memory_limit() -> int:
 
     0 if none of them can be read, as on systems without /proc.
     """
-    limits = [_kib("/proc/meminfo", "MemTotal:")]
+    limits = [_read_bytes("/proc/meminfo", "MemTotal:")]
     for line in _lines("/proc/self/cgroup"):
         _, kinds, path = line.split(":", 2)
         if kinds and "memory" not in kinds.split(","):
@@ -51,14 +51,15 @@ def _lines(file: str) -> list[str]:
         return []
 
 
-def _kib(file: str, name: str) -> int:
+def _read_bytes(file: str, name: str) -> int:
+    """Return in bytes the KiB on the first line of a file in /proc that begins with `name`; 0 without such a line."""
     return next((int(line.split()[1]) * 1024 for line in _lines(file) if line.startswith(name)), 0)
 
 
 def checkpoint_bytes(config: Config) -> int:
     """Return an estimate of the bytes of a checkpoint of all ranks: weights and the optimizer's state.
 
-    With LoRA these are the adapters' alone.
+    With LoRA these are the adapters' alone; otherwise frozen weights count too, in training.mixed_precision_param.
     """
     training, tuning = config.training, Tuning.of(config)
     trained = trained_parameters(config.model, tuning)
@@ -71,11 +72,12 @@ def checkpoint_bytes(config: Config) -> int:
 
 
 def disk_shortage(config: Config, step: int = 0) -> str:
-    """Return a message if the disk has no room for the run's checkpoints; "" if it has.
+    """Return a message if the disk has no room for the run's checkpoints; "" if it has, or if its size is unknown.
 
-    Room is needed for checkpoint.keep_last checkpoints and the one being written, or fewer if the run saves less often.
-    With checkpoint.keep_last = 0, which removes none, only the next one has to fit. Files of an interrupted save
-    count as free space, because the start removes them.
+    Room is needed for checkpoint.keep_last checkpoints, with checkpoint.keep_best one more, and the one being written,
+    or fewer if the run saves less often. Checkpoints that the run has already take no further room. With
+    checkpoint.keep_last = 0, which removes none, only the next one has to fit. Files of an interrupted save count as
+    free space, because the start removes them.
 
     Args:
         step: the step that the run resumes from, or 0.

@@ -46,7 +46,9 @@ if TYPE_CHECKING:
 
 
 def resolve(config: Config, world: int, read_record: Callable[[Config], dict[str, Any]] = record_to_resume) -> Config:
-    """Return the config with derived values filled in: degrees of parallelism, batch sizes, number of steps.
+    """Return the config with derived values filled in: degrees, number of ranks, global batch size, steps of epochs.
+
+    Ranks per machine are filled in only for a dispatcher that works by machine.
 
     Args:
         config: the config as given, whose degrees are legal on `world` ranks.
@@ -125,7 +127,9 @@ def fit_to_world(config: Config, node: int, world: int) -> tuple[Config, str]:
 def read_config(argv: list[str], world: int, components: Components, check_inputs: bool = False) -> Config:
     """Read recipe and command line, check them, and return the resolved config.
 
-    With --help or --print-config it prints and exits. Not collective.
+    With --help or --print-config it prints and exits; without a launcher --print-config takes the recipe's number of
+    ranks in place of `world`. A run that restarts or resumes gets its mapping adapted to `world` before the checks. Not
+    collective.
 
     Args:
         argv: arguments of the command line, such as ["recipe.toml", "--training.steps", "10"].

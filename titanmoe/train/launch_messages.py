@@ -164,7 +164,8 @@ def note_paths(file: Path) -> list[Path]:
 def notes_in_memory() -> Iterator[None]:
     """Create a folder in memory for the failure notes of the ranks started in this context; remove it at the end.
 
-    Ranks write there if the disk of the logs is full; the environment variable NOTES_FOLDER names the folder.
+    Ranks write there if the disk of the logs is full; the environment variable NOTES_FOLDER names the folder. Without
+    /dev/shm it is a temporary folder; if that has no room either, there is none.
     """
     memory = Path("/dev/shm")
     where = memory if os.access(memory, os.W_OK | os.X_OK) else None
@@ -209,7 +210,10 @@ def write_error_note(error: BaseException) -> None:
 
 
 def caused_by_other_rank(error: BaseException) -> bool:
-    """Return whether an error looks like the consequence of another rank's failure, such as a closed connection."""
+    """Return whether an error looks like the consequence of another rank's failure, such as a closed connection.
+
+    The type and message of the error or of its cause decide, so a time-out of a collective counts too.
+    """
     if error.__cause__ is not None and caused_by_other_rank(error.__cause__):
         return True
     distributed = type(error).__name__.startswith("Dist") or isinstance(error, RuntimeError | ConnectionError)

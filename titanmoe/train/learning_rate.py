@@ -24,7 +24,11 @@ USUAL_LR = {
 
 
 def lr_factor(step: int, steps: int, options: LRSchedule) -> float:
-    """Return the learning rate of a step, from 1 to the run's number of `steps`, as a fraction of the peak rate."""
+    """Return the learning rate of a step, from 1 to the run's number of `steps`, as a fraction of the peak rate.
+
+    It is 1 at the end of the warmup and min_ratio at the last step; with decay = "none" it stays 1, and "wsd" decays
+    only in the last decay_fraction of all steps.
+    """
     if step <= options.warmup_steps:
         return step / options.warmup_steps
     floor = options.min_ratio
@@ -53,7 +57,11 @@ class LearningRate:
 
 
 def warn_of_high_rate(options: Options) -> str:
-    """Return a warning, for the header, about peak learning rates that are too high for most models; "" if none is."""
+    """Return a warning, for the header, about peak learning rates that are too high for most models; "" if none is.
+
+    Rates of [[optimizer.groups]] count too: with Muon all by the limit of its matrices, 0.2, else by AdamW's, 0.02.
+    Other optimizers are never warned of.
+    """
     of_adamw = {"optimizer.lr": options.lr}
     of_matrices: dict[str, float] = {}
     if options.name == "muon":
@@ -75,6 +83,8 @@ def warn_of_high_rate(options: Options) -> str:
 
 def describe_rate_change(step: int, before: Mapping[str, Any], rate: LearningRate) -> list[str]:
     """Return a note if the learning rate changes by more than 1 % when a run resumes from a checkpoint; else [].
+
+    Compared are the checkpoint's and the present schedule at `step`. Also [] at step 0, and if `before` lacks a field.
 
     Args:
         step: the step that the run resumes from.

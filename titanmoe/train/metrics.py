@@ -200,7 +200,10 @@ class Metrics(Observer):
             add("Weights & Biases", lambda: WandbWriter(self.folder, options.wandb, self.values, self.balance_losses))
 
     def _describe_machine(self, step: int) -> None:
-        """Write the event "start", or if `step` is not 0 "restart", with the machine, the software and the mapping."""
+        """Write the event "start", or if `step` is not 0 "restart", with the machine, the software and the mapping.
+
+        The text of a restart also says what changed of ranks, mapping and device since the start before.
+        """
         fold, device = self.fold, device_name(self.runtime.device)
         machine = {
             "ranks": fold.world,
@@ -231,7 +234,8 @@ class Metrics(Observer):
     def log(self, step: int, values: dict[str, Any]) -> None:
         """Record a step's metrics, write the events that they cause, and report them if metrics.log_every asks for it.
 
-        The first step of this process, the last one, and those with an evaluation are reported as well.
+        The first step of this process, the last one, and those with an evaluation are reported as well. Speeds are
+        means since the report before, without the time of evaluations.
 
         Args:
             values: metrics of the step by name: loss, grad_norm, lr, tokens (over all ranks), flops, and any others. A
@@ -315,6 +319,8 @@ class Metrics(Observer):
 
     def rank_times(self, steps: list[int], seconds: dict[str, np.ndarray]) -> None:
         """Record how long each rank took in some steps; write means over several steps to ranks.jsonl. On rank 0 alone.
+
+        A line is the mean of as many recorded steps as keep the file at RANK_LINES lines; a remainder is not written.
 
         Args:
             seconds: by "compute", "data" or the axes of the messages waited for, an array of shape (steps, ranks).

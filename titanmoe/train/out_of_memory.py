@@ -53,7 +53,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 def memory_advice(training: Training, config: Config) -> str:
     """Return text for the case that the kernel kills this rank: bytes that it holds, and settings that save memory.
 
-    The launcher prints it (launch_messages.write_memory_advice).
+    The bytes are an estimate of weights, gradients and optimizer state; activations are not measured. The launcher
+    prints the text (launch_messages.write_memory_advice).
     """
     state = _state_bytes(*_weights(training), config, training.device)
     size, room = sum(state.values()), _capacity(training.device)
@@ -65,7 +66,8 @@ def explain(error: BaseException, training: Training | None, rank: int, config: 
     """Return the message for a rank that is out of memory: what it was doing, what holds how much, what would help.
 
     Args:
-        training: the run; None if it was still being built.
+        training: the run; None if it was still being built: then what is held is not said, and an even share of the
+            weights is assumed for the advice.
     """
     step = training.state.step if training else 0
     where = f"step {step}, {_activity(error, 'a block')}" if step else _activity(error, "starting")
@@ -108,6 +110,8 @@ def _state_bytes(weights: int, trained: int, config: Config, device: torch.devic
 def _activity(error: BaseException, otherwise: str) -> str:
     """Return what titanmoe was doing when an error was raised, as "in attention" or "in backward of attention".
 
+    The innermost frame of the traceback that is known, by ACTIVITIES, decides.
+
     Args:
         otherwise: text in place of "attention" if no frame of the traceback is known.
     """
@@ -127,8 +131,9 @@ def _torch_message(error: BaseException) -> str:
 def held_bytes(training: Training) -> dict[str, int]:
     """Return the bytes of memory in use on this rank by purpose.
 
-    The names are weights, gradients, optimizer state, OTHER_MEMORY for the rest of this process, on a GPU the use of
-    other programs, and "of" with the bytes that this rank may use, if known.
+    The names are weights, gradients, optimizer state, OTHER_MEMORY for the rest of what PyTorch has reserved on the GPU
+    (without one: of what is resident), on a GPU the use of other programs, and "of" with the bytes that this rank may
+    use, if known.
     """
     weights = training.parameters.values()
     held = {

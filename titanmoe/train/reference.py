@@ -95,7 +95,7 @@ class Reference:
         return {"reference": f"{model}, {note}"}
 
     def digest(self) -> str:
-        """Return a hash of the weights without adapters, cast to the compute dtype. Collective over the world."""
+        """Return a hash of weights and buffers, without adapters, in the compute dtype. Collective over the world."""
         compute = getattr(torch, self.config.training.mixed_precision_param)
         tied = self.config.model.tie_embeddings
         base = {

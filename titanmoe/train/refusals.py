@@ -33,7 +33,10 @@ from titanmoe.train.runtime import read_environment
 
 
 def refusals(config: Config, world: int) -> list[str]:
-    """Return one message for each reason why this number of ranks cannot run the config on this machine; [] if none."""
+    """Return one message for each reason why this number of ranks cannot run the config on this machine; [] if none.
+
+    Files and disk space are not checked, but the teacher's config is.
+    """
     on_machine = _with_machine(config)
     return [*violations(on_machine, world), *teacher_problems(on_machine, world), *machine_problems(config, world)]
 
@@ -140,8 +143,9 @@ def check_inputs_and_resolve(
 ) -> Config:
     """Check the files that a run reads and the space on its disk; return the resolved config.
 
-    Inputs are checked first, because resolving a config with training.epochs tokenizes the data. A Hugging Face model
-    to begin from is fetched. Not collective: one process checks for all.
+    Inputs are checked first, because resolving a config with training.epochs tokenizes the data; then what components
+    check of the resolved config; then the disk. A Hugging Face model to begin from is fetched. With rl.reward, [data]
+    is not checked. Not collective: one process checks for all.
 
     Args:
         config: the config, fitted to the number of ranks.
@@ -149,7 +153,7 @@ def check_inputs_and_resolve(
         checked: the config to check, without inputs that are not used, as in `titanmoe score`; None for `config`.
 
     Raises:
-        ConfigError: with every problem.
+        ConfigError: with every problem of the first of these checks that finds one.
     """
     checked = checked or config
     show_status("checking what the run reads")
@@ -181,6 +185,8 @@ def _check_data(config: Config, state: Any) -> None:
 
 def _choose_start(config: Config) -> tuple[StartPoint, dict[str, Any]]:
     """Return where the run starts, and what that checkpoint records besides tensors ({} without a checkpoint).
+
+    Of its files only presence and size are checked, not the checksums.
 
     Raises:
         ConfigError: if the run cannot start from this checkpoint.

@@ -75,9 +75,10 @@ class RetriedWriter(Generic[P]):
             self._failed(error)
 
     def put(self, write: Callable[[P], None]) -> None:
-        """Call `write` with the opened file or service, such as to write a line; on failure warn, and retry later.
+        """Call `write` with the opened file or service, such as to write a line; on failure warn, and never raise.
 
-        During the pause before the next try nothing is written; the lines that are lost are counted in `lost`.
+        What failed is lost. After a failure nothing is written for a pause, then the file or service is opened again.
+        Lines lost are counted in `lost`; only the first failure in a row warns.
         """
         if self._pause and time.monotonic() < self._retry_at:
             self.lost += 1
@@ -170,7 +171,7 @@ class TensorBoardWriter:
     """ReportTarget that writes to TensorBoard, in the folder `tensorboard` of a run."""
 
     def __init__(self, folder: Path, recipe: str, step: int, steps: int, balance_losses: Sequence[str]):
-        """Open the event file.
+        """Open the event file, write the config to it, and hide entries of steps that will run again.
 
         Args:
             recipe: the resolved config as TOML.

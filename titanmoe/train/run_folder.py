@@ -139,7 +139,10 @@ def claim_folder(job: Job, checkpoint: Checkpoint) -> tuple[Path, TextIO | None]
 
 
 def _open_lock(folder: Path) -> TextIO:
-    """Lock the run's folder and return the open lock file; raise a ConfigError if another process holds the lock."""
+    """Lock the run's folder, write this process's id and host into the lock file, and return that, open.
+
+    Raises a ConfigError if another process holds the lock. Closing the file releases it.
+    """
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND  # which does not erase what the owner wrote
     stream = os.fdopen(safe_files.open_in(folder, LOCK, flags), "a+", encoding="utf-8")
     try:
@@ -186,7 +189,7 @@ def refuse_links(folder: Path, checkpoints: str) -> None:
 def refuse_live_folder(config: Config) -> None:
     """Raise a ConfigError if this run would continue in a folder that a live run has locked or that has symbolic links.
 
-    A run that takes a new folder is never refused.
+    A run that takes a new folder is never refused. The folder is not locked afterwards: `claim_folder` does that.
     """
     if not choose_checkpoint.is_resumable(config.checkpoint):
         return

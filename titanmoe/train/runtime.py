@@ -68,7 +68,7 @@ class Runtime:
     def steady_timeout(self, seconds: int, patient: Sequence[ProcessGroup] = ()) -> None:
         """Set the time-out of all process groups but the `patient` ones, once the slow first step is over.
 
-        Does nothing if `keep_timeouts` is set. Collective over the world.
+        Waits for all ranks and the GPU first. Does nothing if `keep_timeouts` is set. Collective over the world.
         """
         if self.keep_timeouts:
             return
@@ -125,12 +125,15 @@ def world_size() -> int:
 
 
 def was_restarted() -> bool:
-    """Return whether torchrun has restarted this run's ranks."""
+    """Return whether this machine's torchrun agent has restarted its ranks because one of them failed.
+
+    False on a machine whose ranks were restarted because another machine's failed, or because a machine joined.
+    """
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
 def die_with_launcher() -> None:
-    """Ask the kernel to kill this rank when its torchrun dies; do nothing without torchrun."""
+    """Ask the kernel to kill this rank when its torchrun dies; do nothing without torchrun, or not on Linux."""
     # Orphaned ranks would keep the run's folder locked and the GPUs busy. A run started by hand may outlive its shell.
     if not sys.platform.startswith("linux") or "TORCHELASTIC_RUN_ID" not in os.environ:
         return
@@ -369,7 +372,7 @@ class GarbageCollection:
         gc.collect()
 
     def collect(self, step: int) -> None:
-        """Collect recent garbage if the number of the step is a multiple of training.gc_every."""
+        """Collect garbage of generations 0 and 1 if the number of the step is a multiple of training.gc_every."""
         if step % self.every == 0:
             gc.collect(1)  # a full pass over the model's objects is slow and finds nothing new
 

@@ -89,7 +89,7 @@ class Clock(Observer):
     def take(self, steps: int) -> dict[str, float]:
         """Return and reset mean seconds per step by phase or region, of the `steps` steps since the last call.
 
-        On a GPU, intervals that the GPU has not completed yet are included in a later call.
+        The phase that still runs, and intervals that a GPU has not completed yet, are included in a later call.
         """
         self._read()
         seconds, self._seconds = self._seconds, Counter()
@@ -145,8 +145,9 @@ class Profiler:
     def step(self, number: int) -> Iterator[None]:
         """Profile the step made in this context if the recipe's [profile] names it and this rank.
 
-        The trace and a table of operations are written to the folder `profile` of the run's folder, and an event.
-        If the GPU's memory runs out and its history is recorded, write that before the error is raised again.
+        The trace, a table of operations, and with profile.memory = "steps" the GPU memory's history are written to the
+        folder `profile` of the run's folder; an event names them. If the GPU's memory runs out in any step and its
+        history is recorded, write that before the error is raised again.
         """
         chosen = number in self.options.steps
         try:

@@ -26,8 +26,8 @@ from titanmoe.train.training import Training
 def update(training: Training, work: StepWork, sums: StepSums, rate: float) -> dict[str, Any]:
     """Clip a step's gradients and update the weights, unless the guard refuses; return the step's metrics by name.
 
-    An update also moves the selection biases and counts the run's tokens. The gradients are freed in any case.
-    Collective over the world.
+    An update also applies QK-Clip if logits were measured, moves the selection biases and counts the run's tokens. The
+    gradients are freed in any case. Collective over the world.
 
     Args:
         training: the run, whose `state.step` is this step already.
@@ -78,6 +78,8 @@ class Trainer:
 
     def train(self) -> int:
         """Train until the last step, a signal, or training.stop_after ends it. Collective over the world.
+
+        After a Restore it begins again from the newest checkpoint, RESTORES times at most.
 
         Returns:
             The number of the signal that stopped training, or 0.

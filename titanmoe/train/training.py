@@ -113,7 +113,7 @@ class Training(RankModel):
         return [evaluation for evaluation in (self.validation, self.quiz, self.samples) if evaluation]
 
     def report(self, scalars: StepScalars, lr: float) -> dict[str, Any]:
-        """Return the metrics of a step by name, as `Metrics.log` takes them."""
+        """Return the metrics of a step by name, as `Metrics.log` takes them; "grad_norm" is that before clipping."""
         values = {"loss": scalars.loss, "grad_norm": scalars.norm, "lr": lr, "tokens": scalars.tokens}
         values["flops"] = scalars.flops
         values |= scalars.metrics

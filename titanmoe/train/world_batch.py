@@ -290,7 +290,7 @@ def _given_samples(batch: Batch | None, model: Model) -> list[int | None]:
 def _from_any_rank(batch: Batch | None, given: list[int | None]) -> Batch:
     """Return on all ranks a batch that some ranks have; the first of these broadcasts it. Collective over the world.
 
-    If every rank has one, each returns its own, and nothing is sent.
+    If every rank has one, each returns its own, and nothing is sent or compared.
 
     Args:
         given: number of samples of each rank's batch; None where there is none.

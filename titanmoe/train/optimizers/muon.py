@@ -68,7 +68,7 @@ class Muon(Optimizer):
         groups: Mapping[str, GroupRates] | None = None,
         rounding: Rounding | None = None,
     ):
-        """Allocate the momentum, and plan which ranks exchange which shards.
+        """Allocate the momentum, plan which ranks exchange which shards, and make AdamW for the other weights.
 
         Args:
             parameters: this rank's trained weights, by name.

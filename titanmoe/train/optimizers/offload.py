@@ -34,7 +34,9 @@ class Copies:
     """Whether host memory has to be page-locked for these copies."""
 
     def copy(self, to: str, target: Tensor, source: Tensor, *after: Event) -> Event:
-        """Start to copy a tensor; return a CUDA event that is complete when the copy is done (None without a GPU).
+        """Start to copy a tensor; return a CUDA event that is complete when the copy is done.
+
+        Here the copy is done at once, `after` is ignored, and None is returned.
 
         Args:
             to: side that the copy goes to, "device" or "host".
@@ -45,13 +47,13 @@ class Copies:
         target.copy_(source)
 
     def mark(self) -> Event:
-        """Return a CUDA event that is complete when the device has done all its work so far; None without a GPU."""
+        """Return a CUDA event that is complete when the current stream has done all its work so far; here None."""
 
     def wait_on_device(self, event: Event) -> None:
-        """Make later work on the device wait for the event."""
+        """Make later work on the current stream wait for the event; here do nothing. Never blocks the host."""
 
     def wait_on_host(self, event: Event) -> None:
-        """Block this thread until the event is complete."""
+        """Block this thread until the event is complete; here do nothing."""
 
 
 class CudaCopies(Copies):
@@ -184,7 +186,10 @@ class Offload:
             self.free[slot] = bucket.copied_out = self.copies.copy("host", bucket.host, every, self.copies.mark())
 
     def _fetch(self, number: int) -> Event:
-        """Start to copy the moments of bucket `number` to a buffer on the device; return the event that ends it."""
+        """Start to copy the moments of bucket `number` to a buffer on the device; return the event that ends it.
+
+        The copy begins once this bucket, and the bucket that had the buffer before, are copied out to the host.
+        """
         bucket, slot = self.buckets[number], number % len(self.buffers)
         target, after = self.buffers[slot][: bucket.host.nbytes], (bucket.copied_out, self.free[slot])
         return self.copies.copy("device", target, bucket.host, *after)

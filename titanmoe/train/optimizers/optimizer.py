@@ -66,12 +66,12 @@ class Optimizer:
     def resume(self, updates: int) -> None:
         """Restore state other than the moments, such as counters, of a run that has made this number of updates.
 
-        Called once a checkpoint has filled the moments.
+        Called once a checkpoint has filled the moments. Here it does nothing.
         """
 
     @property
     def device_tensors(self) -> list[Tensor]:
-        """Optimizer state and buffers now in device memory, to count their bytes.
+        """Optimizer state and buffers now in device memory, to count their bytes; here all moments.
 
         A rank that is out of memory reads this, so a subclass must not allocate on the device here.
         """

@@ -103,7 +103,8 @@ def _malformed(number: int, table: dict) -> Iterator[str]:
 def qk_clip_contradictions(config: Config) -> Iterator[Violation]:
     """Yield a violation for each setting that contradicts QK-Clip or the measurement of attention logits.
 
-    An option of theirs that has no effect because they are off is one too.
+    These are compile.enable, layers without attention, norms that undo the clip, and frozen weights that it would
+    scale. An option of theirs that has no effect because they are off is one too.
     """
     model, limit, options = config.model, config.optimizer.qk_clip, config.metrics
     field, value = ("optimizer.qk_clip", limit) if limit else ("metrics.max_logit_every", options.max_logit_every)
@@ -222,7 +223,7 @@ class OptimizerSpec(Spec):
         return self.numbers_per_weight * others + self.numbers_per_matrix_weight * of_matrices
 
     def moment_width(self, config: Config) -> int:
-        """Return the number of bytes that each number of the optimizer's state takes."""
+        """Return the number of bytes that each number of the optimizer's state takes; here that of training.dtype."""
         return WIDTHS[config.training.dtype]
 
     def contradictions(self, config: Config) -> Iterator[Violation]:
