@@ -162,7 +162,7 @@ class ReplicaCheck:
         )
 
     def _counters(self) -> int:
-        """Return a 64-bit hash of step, tokens, seed, skipped updates and loader's state, equal on all ranks."""
+        """Return a 64-bit hash of step, tokens, seed, skip rule and loader's state, which all ranks must have alike."""
         state = self.training.state
         counts = state.step, state.tokens, self.seed, state.skips.state_dict()
         text = repr((*counts, self.training.loader.state_dict()))
@@ -171,7 +171,8 @@ class ReplicaCheck:
     def compare(self, step: int) -> str:
         """Return a text that names the ranks and tensors whose replicas differ after a step; "" if all agree.
 
-        Collective over the world; all ranks return the same text. If all agree, `agreed` becomes `step`.
+        Ranks exchange one hash for each ReplicaGroup, and those of single tensors only if these differ. Collective over
+        the world; all ranks return the same text. If all agree, `agreed` becomes `step`.
         """
         if not self.kinds:
             return ""

@@ -38,7 +38,7 @@ class Connections:
 
 
 def read_connections(process: Path = Path("/proc/self")) -> Connections:
-    """Return the TCP connections of a process, given its folder in /proc, as its kernel lists them; none without /proc.
+    """Return the established TCP connections of a process, given its folder in /proc; none without /proc.
 
     No peer is probed, so `reached` is empty.
     """
@@ -68,7 +68,7 @@ def probe_connections() -> Connections:
 
 
 def reachable_addresses(addresses: Iterable[str]) -> set[str]:
-    """Return the IP addresses whose host answers a TCP connection, accepted or refused, within 0.7 s for all."""
+    """Return the IP addresses whose host answers a TCP connection to port 1, accepted or refused, in 0.7 s for all."""
     codes, waiting = dict[str, int](), dict[socket.socket, str]()
     with contextlib.ExitStack() as probes:
         for address in addresses:

@@ -111,7 +111,10 @@ class NonFiniteTrace(Observer):
                     hook.remove()
 
     def products(self, experts: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        """Check the outputs of a layer's experts, and their inputs' gradients. Called as an observer."""
+        """Count NaNs and infinities in the outputs of a layer's experts, and later in the gradients of their inputs.
+
+        Called as an observer.
+        """
         self._check_module(self.names[experts], experts, inputs, output)
 
     def _set_microbatch(self, stage: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -199,7 +202,7 @@ def _float_tensors(values: Any) -> list[Tensor]:
 def text_tokenizer(data: Data) -> Tokenizer | None:
     """Return the tokenizer that decodes samples for a message; None for synthetic data and token shards.
 
-    None also if the tokenizer's files are gone.
+    None also if the tokenizer's files are gone. For a data.source other than files it is the byte tokenizer.
     """
     if data.source == "synthetic" or any(is_shards(Path(entry).expanduser()) for entry in data.paths):
         return None
@@ -236,8 +239,8 @@ def find_first_nonfinite(trace: NonFiniteTrace, work: StepWork) -> tuple[StepSum
 def describe_first_nonfinite(first_by_rank: list[FirstNonFinite | None]) -> str:
     """Return a text that names the first non-finite tensor of all ranks, its ranks, and its samples.
 
-    It is given that of each rank, None where all are finite. If no rank has one, it says that the second pass is
-    finite.
+    `first_by_rank` has that of each rank, None where all are finite. If no rank has one, the text says that the second
+    pass is finite.
     """
     firsts = {rank: first for rank, first in enumerate(first_by_rank) if first}
     if not firsts:

@@ -158,7 +158,7 @@ def _alone_in_step(by_rank: dict[int, RankStatus], groups: Sequence[AxisGroups])
     """Return (rank -> reason) of ranks in another step than most, if ranks of both steps wait for each other; else {}.
 
     That is so if a rank waits for a collective that a rank in a later step has not issued: one of the two has called
-    the collective too often, or not often enough.
+    the collective too often, or not often enough. If both steps have as many ranks, all of them are returned.
     """
     conflicts = {
         status.step: other.step
@@ -183,7 +183,7 @@ def _alone_in_step(by_rank: dict[int, RankStatus], groups: Sequence[AxisGroups])
 def _with_odd_number(statuses: Sequence[RankStatus], groups: Sequence[AxisGroups]) -> dict[int, str]:
     """Return (rank -> reason) of ranks whose n-th collective in a process group is another operation than most have.
 
-    {} if there is none.
+    Sizes and dtypes are not compared. {} if there is none, or no operation has most ranks.
     """
     issued: dict[tuple[int, int, tuple[int, ...]], dict[int, str]] = {}
     for status in statuses:
@@ -252,7 +252,7 @@ def _with_new_message(statuses: Sequence[RankStatus], groups: Sequence[AxisGroup
 
 
 def _last_of_chains(by_rank: dict[int, RankStatus], groups: Sequence[AxisGroups]) -> dict[int, str]:
-    """Return (rank -> reason) of ranks that others wait for and that wait for nobody, else of a cycle.
+    """Return (rank -> "") of ranks that others wait for and that wait for nobody; if none, (rank -> reason) of a cycle.
 
     A rank in a collective that all of its group have issued is left out: it waits for the network. {} if nobody waits.
     """
@@ -310,7 +310,10 @@ def _is_saving(status: RankStatus) -> bool:
 
 
 def report(by_rank: dict[int, RankStatus], groups: Sequence[AxisGroups], late: dict[int, str], cut_off: bool) -> str:
-    """Return the report on a hung training job: the late ranks and their stacks, then what the others wait for.
+    """Return the report on a hung training job: the late ranks and where they are, then what the others wait for.
+
+    Of a stack only the innermost line outside of torch is shown. Without late ranks it names the collectives that all
+    members have issued and that do not complete. Each list has at most MAX_LINES lines.
 
     Args:
         by_rank: The statuses of all ranks, by rank.

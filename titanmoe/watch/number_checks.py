@@ -100,7 +100,7 @@ class NumberChecks(Checks):
     def _describe_repeated_passes(self) -> str:
         """Return a text on whether two passes over the last batch give the same bits; "" if no batch is remembered.
 
-        It drops all gradients. Collective over the world.
+        Both passes are made here, with the present weights. It drops all gradients. Collective over the world.
         """
         if self.last_work is None:
             return ""

@@ -43,7 +43,9 @@ DUMPS = "flight_recorder"
 def limits(options: Options, checkpoint: Checkpoint, gpu: bool) -> Limits:
     """Return the watchdog's limits, from the time-outs of the config's tables [training] and [checkpoint].
 
-    On a GPU the limit of a step holds whatever the host does.
+    Those of steps are shorter than the time-outs by EARLY_S or less. That between steps is training.timeout_s plus
+    checkpoint.timeout_s, or without checkpoints plus training.first_step_timeout_s. On a GPU the limit of a step holds
+    whatever the host does.
     """
     between = checkpoint.timeout_s if checkpoint.enable else options.first_step_timeout_s
     return Limits(
@@ -161,8 +163,8 @@ class Watch:
 
 
 def caused_by_others(error: BaseException) -> bool:
-    """Return whether an error shows that another rank is gone or does not answer.
+    """Return whether an error shows that another rank is gone or does not answer, as a TimeoutError does.
 
-    A TimeoutError with an errno comes from the operating system, such as from a disk.
+    A TimeoutError with an errno comes from the operating system, such as from a disk, and shows nothing of the kind.
     """
     return launch_messages.caused_by_other_rank(error) or (isinstance(error, TimeoutError) and error.errno is None)

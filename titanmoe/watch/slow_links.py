@@ -136,8 +136,9 @@ def find_slow_link(
 ) -> Link | None:
     """Return the link that exceeds its usual time by most seconds; None if no pair takes `SLOW_FACTOR` times as long.
 
-    Usual is the median of the pairs of one kind: within a machine, or between two. With fewer than three pairs of a
-    kind it is the time that the pair itself took earlier.
+    If more than half of at least three links of one of its ranks are about as slow, that rank alone is returned. Usual
+    is the median of the pairs of one kind: within a machine, or between two. With fewer than three pairs of a kind it
+    is the time that the pair itself took earlier, so in the first probe such a pair is never slow.
 
     Args:
         times: The seconds of a round trip, by pair of ranks.

@@ -96,6 +96,8 @@ class Slowest(NamedTuple):
 def find_slowest(times_NRK: np.ndarray, stage: int, usual_R: np.ndarray | None = None) -> Slowest:
     """Return the rank that takes longest to compute, compared with its stage, and read data, compared with all ranks.
 
+    There always is one; its `is_slow` says whether it is slow enough to matter.
+
     Args:
         times_NRK: The seconds of each step, rank and column.
         stage: The number of ranks in a pipeline stage.
@@ -169,7 +171,7 @@ class Stragglers:
         """The seconds of each pair's fastest probe."""
 
     def after_step(self) -> None:
-        """Evaluate the times that the call before exchanged, if it did; after each `WINDOW` steps exchange new ones.
+        """Evaluate the times that the call before exchanged, if it did; every `WINDOW` steps start the next exchange.
 
         Called after every step. Collective over the world.
         """
@@ -301,7 +303,8 @@ class Stragglers:
     def report(self) -> dict[str, float]:
         """Return the metrics of the last `WINDOW` steps, such as "straggler.rank", by name.
 
-        {} before the first evaluation. "straggler.cause" is 0 for none, else 1 + its index in `CAUSES`.
+        {} before the first evaluation. "straggler.cause" is 0 for none, else 1 + its index in `CAUSES`. With 0,
+        "straggler.rank" is the slowest rank all the same.
         """
         result = self.latest
         if result is None:

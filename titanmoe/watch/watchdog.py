@@ -178,8 +178,8 @@ class Watchdog(threading.Thread):
     def _limit(self, heart: Heartbeat) -> float:
         """Return the seconds that the rank of `heart` may be without progress in its current phase.
 
-        Infinite while it starts. Otherwise `limits.between`, unless the rank waits in a communication (with
-        `limits.by_age`: is within a step); then `limits.first` in the first step of this start and `limits.step` later.
+        Infinite while it starts. Otherwise `limits.between`, unless the rank waits in a communication or, with
+        `limits.by_age`, is within a step; then `limits.first` in the first step of this start and `limits.step` later.
         """
         phase, limits = heart.numbers[heartbeat.PHASE], self.limits
         if phase == heartbeat.STARTING:  # loading has no time limit
@@ -319,7 +319,7 @@ class Watchdog(threading.Thread):
             file.close()
 
     def end_others(self, wait: bool) -> None:
-        """Kill the ranks of this machine that cannot end themselves.
+        """Kill the other ranks of this machine that cannot end themselves, because they are stopped or silent.
 
         With `wait`, wait `ENDING_S` for the others, and kill those that have not ended by then.
         """
@@ -412,8 +412,8 @@ def has_exited(heart: Heartbeat) -> bool:
 def rank_state(heart: Heartbeat) -> str:
     """Return the state of a rank of this machine: "alive", "stopped", "silent", "gone", "failed" or "ended".
 
-    "stopped" is by a signal, "silent" without a tick for 3 s and a reply to an alarm though its process lives, "gone" a
-    process that has exited without storing that it failed or ended.
+    "stopped" is by a signal. "silent" is a live process that has neither ticked for 3 s nor replied to an alarm, so a
+    rank that has replied stays "alive". "gone" is a process that has exited without storing that it failed or ended.
     """
     if heart.numbers[heartbeat.STATE] != heartbeat.RUNNING:
         return "ended" if heart.numbers[heartbeat.STATE] == heartbeat.ENDED else "failed"
