@@ -91,7 +91,7 @@ def count_pairs(mask: Mask, length: int, rows: int = 256) -> int:
 
 
 def computed_pairs(pairs: list[BlockPair]) -> int:
-    """Return the number of pairs of a query and a key that computing these blocks takes."""
+    """Return the number of pairs of a query and a key that computing these blocks takes: of a causal one, half."""
     sizes = [(p.queries.stop - p.queries.start, p.keys.stop - p.keys.start, p.causal) for p in pairs]
     return sum(q * (q + 1) // 2 if causal else q * k for q, k, causal in sizes)
 
@@ -205,7 +205,7 @@ def table(rows: list[Row]) -> str:
 def picture(rows: list[Row]) -> str:
     """Return an SVG of the FLOPs of the blocks that ring attention computes under each mask, over a causal mask's.
 
-    It is about the greatest length of the rows.
+    Only the rows of our attention at the greatest length are drawn, not those of flex_attention and ulysses.
     """
     longest = max(row.length for row in rows)
     bars = [row for row in rows if (row.length, row.kind, row.backend) == (longest, KINDS[0], "ours")]

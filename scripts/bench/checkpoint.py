@@ -76,6 +76,8 @@ def main() -> None:
 def measure(trainer: Trainer, rounds: int) -> dict[str, dict[str, float]]:
     """Time `rounds` saves in both modes to checkpoints in the run's folder. Collective: all ranks train and save.
 
+    Leaves the saver in the mode "async" and `describe_first_nonfinite` replaced by one that is timed.
+
     Returns median seconds on this rank by mode, "sync" and "async": "blocked", "written after" (since the save began)
     and "step beside" (0.0 if there was none); and under "all" the median seconds of "step" and "check", the
     checkpoint's size "gb", and the number of "ranks".

@@ -48,7 +48,7 @@ BF16 = torch.bfloat16
 
 
 def random(name: str, offset: Shape, shape: Shape, dtype: torch.dtype = BF16) -> torch.Tensor:
-    """Return a random block of a tensor: random bits, or for bfloat16 numbers between 1 and 2.
+    """Return a random block of a tensor: random bytes from 1 to 99, or for bfloat16 numbers from 1 to 2.
 
     `name` and `offset`, where the block is in the tensor, are not used.
     """
@@ -108,7 +108,7 @@ def make_adapters(path: Path, folder: Path, rank: int = 8) -> None:
 
 
 def one_expert(model: Model) -> int:
-    """Return the bytes of one expert's matrices in bfloat16."""
+    """Return the bytes of one expert's three matrices in bfloat16, without biases."""
     return 3 * model.dim * model.expert_hidden * BF16.itemsize
 
 

@@ -208,7 +208,8 @@ def layer_seconds(runs: dict[int, Steps], rounds: int) -> tuple[float, ...]:
 def device_seconds(config: Any, world: int) -> float:
     """Return the planner's seconds for the last layer's forward and backward of one microbatch, on the device.
 
-    Messages and the host's launches are not in them. `world` is the number of ranks of the mapping.
+    What backward recomputes is in them; messages and the host's launches are not. `world` is the number of ranks of the
+    mapping.
     """
     from titanmoe.fold.degrees import derive
     from titanmoe.plan.devices import read_device

@@ -228,6 +228,8 @@ def make_layers(config: Any, device: Any, numbers: Sequence[int], samples: int) 
 def breakdown(config: Any, device: Any, peak: float | None, times: int) -> Iterator[dict[str, Any]]:
     """Time forward and backward of each module of the first layer alone, and of the head with the loss.
 
+    The second layer's attention is timed too if its window differs from the first one's; "dispatch" has no backward.
+
     Args:
         config: the config.
         device: the device.
@@ -358,7 +360,8 @@ def tell(**figures: Any) -> None:
 def measure_one(args: argparse.Namespace) -> None:
     """Measure one model on one side in this process; each figure is printed as a line of JSON, {"end": true} the last.
 
-    `args` is the command line, with --one SHAPE SIDE LAYERS SAMPLES.
+    An error is printed as a figure too, not raised. Modules are timed only on the side "titanmoe". `args` is the
+    command line, with --one SHAPE SIDE LAYERS SAMPLES.
     """
     import torch
 
@@ -408,6 +411,8 @@ def steps(
     side: str, *, config: Any, runtime: Any, device: Any, args: argparse.Namespace, at_peak: float | None
 ) -> None:
     """Time full steps with balanced, then with learned routing, and print the figures as lines of JSON.
+
+    On a GPU also print the peak of memory, and the times of steps within args.memory_limits.
 
     Args:
         side: The implementation, a key of SIDES.
@@ -649,7 +654,10 @@ def versions() -> dict[str, str]:
 
 
 def verdicts(rows: list[dict[str, Any]]) -> list[str]:
-    """Return a line of text for each goal: what was measured, and whether the goal is met."""
+    """Return a line of text for each goal and side of titanmoe: what was measured, and whether the goal is met.
+
+    Goals whose figures are missing are left out.
+    """
     out = []
     for name, shape in SHAPES.items():
         for row in rows:
@@ -667,7 +675,10 @@ def verdicts(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def beside_peers(rows: list[dict[str, Any]]) -> list[str]:
-    """Return a line of text on titanmoe's speed over TorchTitan's, for each pair with equal layers and batch size."""
+    """Return a line of text on titanmoe's speed over TorchTitan's, for each pair with equal layers and batch size.
+
+    The side "plain" is left out. The goal is met if both routings reach PEER_GOAL.
+    """
     out = []
     for peer in rows:
         for row in rows:
