@@ -59,8 +59,8 @@ class CurrentTokens:
     def index_of(self, x: Tensor) -> Tensor:
         """Return the global index of the token in each row of x, in the shape of x without its last dim.
 
-        Call it only while `indices` are set. x has all tokens of the attention slice or those that this rank owns, in
-        their order: (B, S, D), (B, s, D), or the slice's segments (titanmoe.models.sequence_segments).
+        Call it only while `indices` are set. x has all tokens of the attention slice, or those that this rank owns, as
+        its number of rows tells, in their order: (B, S, D), (B, s, D), or the slice's segments, sample by sample.
         """
         rows = x.shape[:-1]
         return next(index for index in self.indices if index.numel() == rows.numel()).view(rows)
@@ -108,8 +108,8 @@ class InputDropout(nn.Module):
 def tell_tokens(model: Transformer) -> CurrentTokens:
     """Wrap the blocks' methods of a stage, in place, to set a `CurrentTokens` while they run, and return that object.
 
-    Also sets each block's `remember`, by which recomputation finds the tokens again. Called before recomputation wraps
-    the same methods.
+    The methods run mixer, dense network and shared expert; routed experts get their indices by `send_indices`. Also
+    sets each block's `remember`, for recomputation. Call it before recomputation wraps the same methods.
     """
     tokens = CurrentTokens()
     for block in model.blocks().values():
@@ -160,4 +160,5 @@ def take_indices(x_RP: Tensor, dim: int) -> tuple[Tensor, Tensor | None]:
 
 
 def _shifts(x: Tensor) -> Tensor:
+    """Return the number of bits below each digit, 0, 8, ..., 56, on x's device; of x nothing else is used."""
     return torch.arange(0, 8 * INDEX_COLUMNS, 8, device=x.device)

@@ -35,7 +35,8 @@ def is_adapter(name: str) -> bool:
 def is_adaptable(name: str) -> bool:
     """Return whether a parameter, such as "layers.3.attention.wq.weight", is a matrix that may have adapters.
 
-    Such are the matrices of mixers, dense networks, shared experts and routed experts.
+    Such are the matrices "w..." of mixers, dense networks, shared experts and routed experts. Routers, gates of shared
+    experts, embedding, head and the projection of multi-token prediction are not among them.
     """
     kind, _, leaf = name.removesuffix(".weight").rpartition(".")
     if kind.endswith(".attention"):
@@ -62,6 +63,8 @@ def shared_dim(adapter: str) -> int:
 def adapter_splits(matrix: str, split: Split, rank: int) -> dict[str, Split]:
     """Return the full shape and the sharded dim of a matrix's A and B, by their names (`adapter_names`).
 
+    Only the one that shares the matrix's sharded dim is sharded; the other's is None.
+
     Args:
         matrix: name of the matrix, such as "attention.wq.weight".
         split: shape of the matrix, (outputs, inputs) or (experts, outputs, inputs), and the dim that tp or etp shards.
@@ -82,7 +85,10 @@ def divisor(lora: LoRA, rank: float) -> float:
 
 
 def without_rank(config: Config) -> Iterator[Violation]:
-    """Yield a Violation for each option of adapters that a recipe with lora.rank = 0 sets."""
+    """Yield a Violation for each option of [lora] that is not its default, and for checkpoint.initial_adapter, if set.
+
+    Call it for a recipe with lora.rank = 0: the rank is not looked at.
+    """
     for name in ("targets", "experts_rank", "alpha", "rslora", "dropout"):
         if (value := getattr(config.lora, name)) != getattr(LoRA(), name):
             yield Violation(
@@ -99,7 +105,10 @@ def without_rank(config: Config) -> Iterator[Violation]:
 
 
 def of_routers(patterns: list[str]) -> Iterator[Violation]:
-    """Yield a Violation for each of these patterns of lora.targets, all of which match routers and nothing else."""
+    """Yield a Violation for each of these patterns of lora.targets, which match routers, but no matrix to adapt.
+
+    That they do is not checked.
+    """
     for pattern in patterns:
         yield Violation(
             ("lora.targets",),
@@ -109,9 +118,9 @@ def of_routers(patterns: list[str]) -> Iterator[Violation]:
 
 
 def contradictions(config: Config, tuning: Tuning, shapes: Mapping[str, Shape]) -> Iterator[Violation]:
-    """Yield a Violation for each option that adapters exclude, and for a rank that is too high for every matrix.
+    """Yield a Violation for training.freeze, for moe.expert_dtype except "compute", and for a rank that is too high.
 
-    `shapes` are those of all parameters, by name.
+    Call it for a recipe with adapters. At most one rank is named. `shapes` are those of all parameters, by name.
     """
     lora = config.lora
     yield from _high_rank(config, tuning, shapes)
@@ -133,6 +142,7 @@ def contradictions(config: Config, tuning: Tuning, shapes: Mapping[str, Shape]) 
 def _high_rank(config: Config, tuning: Tuning, shapes: Mapping[str, Shape]) -> Iterator[Violation]:
     """Yield at most one Violation: a rank in [lora] that exceeds the smaller side of every matrix that it is for.
 
+    A rank that exceeds that of some of the matrices alone is allowed. lora.rank is looked at first.
     `shapes` are those of all parameters, by name.
     """
     for field, rank, of_experts in (

@@ -66,9 +66,9 @@ def matrices_of(shape: Shape, rows: MatrixRows, by_head: bool) -> list[Matrix]:
 def matrix_parameters(model: Model, router: bool) -> dict[str, tuple[Shape, MatrixRows]]:
     """Return full shape and division of the rows of each parameter that an optimizer such as Muon takes as matrices.
 
-    Keys are the names of parameters in checkpoints. The parameters are the projections of attention, of dense networks
-    and of experts, and with `router` those of routers. Embeddings, the head, norms, biases and gates are not among
-    them.
+    Keys are the names of parameters in checkpoints. The parameters are the projections of mixers (`matrix_rows`), of
+    dense networks, of experts and of multi-token prediction, and with `router` those of routers. Embeddings, the head,
+    norms, biases, adapters and gates of shared experts are not among them.
     """
     full, out = MatrixRows(()), {}
     for layer, mixer in enumerate(mixers(model)):

@@ -85,4 +85,5 @@ class SequenceSegments(NamedTuple):
         return [gathered[self.order.index(n)] for n in range(len(self.order))]
 
     def _stack(self, segments: list[Tensor]) -> Tensor:
+        """Return tensors of this rank's segments, (B, ...) for each of `local`, as one, (R, ...), sample by sample."""
         return torch.stack(segments, 1).flatten(0, 1)

@@ -32,7 +32,8 @@ def with_prefix(prefix: str, tensors: dict[str, Split]) -> dict[str, Split]:
 def block_splits(model: Model, mixer: MixerSpec, experts: bool, tp: int = 1) -> dict[str, Split]:
     """Return the full shape, and the dim that tp shards, of a block's parameters without its router and routed experts.
 
-    These are the parameters that FSDP shards over attention's data ranks. Names are those within the block.
+    These are the parameters that FSDP shards over attention's data ranks, without adapters. Where a family's `plan` has
+    a parameter, it says the dim. Names are those within the block.
 
     Args:
         experts: whether the block has routed experts instead of a dense network.
@@ -56,7 +57,7 @@ def block_splits(model: Model, mixer: MixerSpec, experts: bool, tp: int = 1) -> 
 def router_splits(model: Model) -> dict[str, Split]:
     """Return the shape of a router's parameters, by name within the block; the dim of each is None.
 
-    Every rank of a pipeline stage has a replica of them.
+    Every rank of a pipeline stage has a replica of them. `expert_bias`, which is a buffer, is not among them.
     """
     bias: dict[str, Split] = {"moe.router.bias": ((model.num_experts,), None)} if model.router_bias else {}
     return {"moe.router.weight": ((model.num_experts, model.dim), None)} | bias
@@ -95,7 +96,8 @@ def expert_data_dim(name: str) -> int:
 def layer_splits(model: Model, layer: int, mixer: MixerSpec, tuning: Tuning) -> dict[str, Split]:
     """Return the full shape, and the dim that tp (of experts: etp) shards, of all parameters of a block.
 
-    Router, experts and, where `tuning` has them, adapters are included. Names are those within the block.
+    Router, experts and, where `tuning` has them, adapters are included. Names are those within the block. The degree of
+    tp is not looked at: parameters that a large one replicates (`max_tp`) have their dims too.
     """
     experts = has_experts(model, layer)
     tensors = block_splits(model, mixer, experts)
@@ -167,7 +169,7 @@ def stored_name(name: str, tied: bool) -> str:
 
 @lru_cache(maxsize=1 << 16)
 def matches(name: str, patterns: tuple[str, ...]) -> bool:
-    """Return whether a name matches any of these shell patterns (`*`, `?`)."""
+    """Return whether a name matches any of these shell patterns, whose `*` and `?` match dots too. Caches."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
@@ -228,8 +230,8 @@ class Tuning(NamedTuple):
 def contradictions(config: Config) -> Iterator[Violation]:
     """Yield a Violation for each option of training.freeze and [lora] that contradicts the model or another option.
 
-    Such are patterns that match no parameter (also those of a family's `plan`), options of adapters without lora.rank,
-    options that adapters exclude, and a freeze of all parameters.
+    Such are patterns that match no parameter (also those of a family's `plan`) or, in lora.targets, no matrix that may
+    have adapters; options of adapters without lora.rank; options that adapters exclude; and a freeze of all parameters.
     """
     patterns, lora, rows = config.training.freeze, config.lora, family_of(config.model.family).plan
     if rows:
@@ -265,6 +267,8 @@ def unmatched_patterns(patterns: Sequence[str], known: Collection[str]) -> list[
 
 def unmatched(field: str, patterns: Sequence[str], known: Collection[str], problem: str = "") -> Iterator[Violation]:
     """Yield one Violation that lists the patterns that match none of the known names; nothing if all match.
+
+    It also lists names to choose from: those of one layer, as "layers.*.", and those outside layers.
 
     Args:
         field: path of the option that has the patterns, such as "training.freeze".

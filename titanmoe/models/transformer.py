@@ -54,8 +54,8 @@ class Block(nn.Module):
     def forward(self, x_BsD: Tensor, rope: tuple[Tensor, Tensor], tokens: Tokens) -> Tensor:
         """Return the residual stream (B, s, D) after the block, for the tokens that this rank owns.
 
-        `x_BsD` is the residual stream before it. Collective over the groups of the mixer, of the experts and, in
-        training, of the balance losses.
+        With moe.overlap = "halves", experts and two samples or more, the mixer takes the samples in two halves.
+        Collective over the groups of the mixer, of the experts and, in training, of the balance losses.
         """
         if not self.in_halves or len(x_BsD) < 2:
             return self.feed(self.attend(x_BsD, rope, tokens), tokens)
@@ -94,7 +94,7 @@ class Block(nn.Module):
 
 
 class _AddGradient(torch.autograd.Function):
-    """An identity on the scores (N, B, S) whose backward gives `other_loss_BS` the gradient of the loss, scores[0]."""
+    """An identity on the head's output (N, B, S), whose backward gives `other_loss_BS` the gradient of output[0]."""
 
     @staticmethod
     def forward(ctx, output_NBS, other_loss_BS):
@@ -138,7 +138,7 @@ class MultiToken(nn.Module):
         return self.norm(self.block(self.project(both), rope, tokens))
 
     def add_loss(self, output_NBS: Tensor, mtp_loss_BS: Tensor, microbatch: Tensor) -> Tensor:
-        """Return the scores unchanged, but let their backward train multi-token prediction as well.
+        """Return the head's output unchanged, but let its backward train multi-token prediction as well.
 
         Its losses are multiplied by training.mtp_weight and get the gradient of the loss, output_NBS[0]. Their sum, not
         multiplied, is written into `loss_M`, at the index `microbatch`, a scalar.
@@ -174,7 +174,8 @@ class Transformer(nn.Module):
     ):
         """Build a stage on the current device, which is meta in training. Its parameters have no values yet.
 
-        Ties head and embedding if the model does. A last stage with multi-token prediction has a copy of the embedding.
+        Ties head and embedding if the model does. A last stage with multi-token prediction has a copy of the embedding,
+        unless it is the first too or all stages share the embedding.
 
         Args:
             config: the recipe.

@@ -298,6 +298,8 @@ class Head(Vocabulary):
     ) -> Tensor:
         """Return each label's cross-entropy (1, B, S), or cross-entropy and entropy (2, B, S). Collective over tp.
 
+        Ids from `ids` on get no probability.
+
         Args:
             normed_BsD: normed hidden states of this rank's owned tokens.
             labels_BS: ids of the labels, IGNORE where there is none.

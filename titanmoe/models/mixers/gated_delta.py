@@ -164,9 +164,11 @@ class GatedDeltaSpec(MixerSpec):
         return (batch.positions * (convolved + gates) + batch.segments * segment) // batch.tp
 
     def divided(self, config: Config) -> dict[str, dict[str, int]]:
+        """Return the number of key heads, which tp must divide; value heads are a multiple of it."""
         return {"tp": {f"{OWN}.linear_key_heads": Heads.of(config.model).keys}}
 
     def contradictions(self, config: Config) -> Iterator[Violation]:
+        """Yield a Violation for numbers below 1, value heads that key heads do not divide, other gates, and windows."""
         options: dict[str, Any] = {name: config.model.own[name] for name in FIELDS}
         for name, value in options.items():
             if name != "linear_gate" and value < 1:

@@ -17,8 +17,8 @@ from titanmoe.models.mixers.mixer_spec import ClippedRows, LocalBatch, MatrixRow
 def attention_output_bytes(heads: int, value_dim: int, batch: LocalBatch, sinks: bool) -> int:
     """Return the bytes of attention's output and log-sum-exp that one rank saves for backward of a microbatch.
 
-    Sinks make a second output from both. Ring attention's output has heads before positions, and is copied for the
-    output projection. `heads` are the query heads of the rank.
+    Sinks make a second output from both, except in ring attention. Its output has heads before positions, and is copied
+    for the output projection. `heads` are the query heads of the rank.
     """
     output, sums = batch.positions * heads * value_dim * batch.width, batch.positions * heads * 4
     if batch.ring:
@@ -61,6 +61,7 @@ class GroupedQuery(MixerSpec):
         return {f"{w}.weight": MatrixRows((model.head_dim,)) for w in heads} | {"wo.weight": MatrixRows(())}
 
     def qk_clip_rows(self, model: Model) -> dict[str, ClippedRows]:
+        """Return all rows of wq and wk, and of their biases, scaled by the factor's root; {} with norms of both."""
         if model.qk_norm != "none":
             return {}
         heads, keys, root = model.num_heads, model.num_kv_heads, ((model.head_dim, 0.5),)
@@ -88,6 +89,11 @@ class GroupedQuery(MixerSpec):
         )
 
     def saved_bytes(self, model: Model, batch: LocalBatch, selective: bool) -> int:
+        """Return the bytes that one rank's attention saves for backward of one microbatch, without the block's input.
+
+        `selective` leaves out the statistics of norms that a kernel computes, and nothing else: queries, keys and
+        values are saved.
+        """
         X, w = batch.positions, batch.width
         heads, kv_heads = model.num_heads // batch.tp, max(1, model.num_kv_heads // batch.tp)
         query, key = heads * model.head_dim, kv_heads * model.head_dim
@@ -105,10 +111,12 @@ class GroupedQuery(MixerSpec):
         return output + X * (query + keys) * w + batch.mask + inner + gate
 
     def divided(self, config: Config) -> dict[str, dict[str, int]]:
+        """Return the numbers of query heads, which tp must divide, and of key heads, of which it may be a multiple."""
         model = config.model
         return {"tp": {"model.num_heads": model.num_heads, "model.num_kv_heads": Replicable(model.num_kv_heads)}}
 
     def contradictions(self, config: Config) -> Iterator[Violation]:
+        """Yield a Violation for key heads that do not divide the heads, odd widths, and fields of latent attention."""
         model = config.model
         heads, kv_heads = model.num_heads, model.num_kv_heads
         if heads % kv_heads:

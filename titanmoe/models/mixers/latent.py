@@ -53,6 +53,11 @@ class Latent(MixerSpec):
         return {f"{name}.weight": value for name, value in rows.items()}
 
     def qk_clip_rows(self, model: Model) -> dict[str, ClippedRows]:
+        """Return which rows of the projections to queries, and to keys and values, QK-Clip scales, by parameter name.
+
+        Rows without RoPE are scaled by the root of the factor in both. As all heads have one rotated key, queries'
+        rotated rows are scaled by the factor itself. Values stay as they are (power 0).
+        """
         heads, nope = model.num_heads, (model.qk_nope_head_dim, 0.5)
         query = ClippedRows(heads, heads, (nope, (model.qk_rope_head_dim, 1.0)))
         key = ClippedRows(heads, heads, (nope, (model.v_head_dim, 0.0)))
@@ -83,6 +88,10 @@ class Latent(MixerSpec):
         )
 
     def saved_bytes(self, model: Model, batch: LocalBatch, selective: bool) -> int:
+        """Return the bytes that one rank's attention saves for backward of one microbatch, without the block's input.
+
+        With `selective` keys and values are recomputed from the latents, and so are queries if they have a latent.
+        """
         X, T, w, heads = batch.positions, batch.tokens, batch.width, model.num_heads // batch.tp
         output = attention_output_bytes(heads, model.v_head_dim, batch, sinks=False)
         latents = T * (model.q_lora_rank + model.kv_lora_rank) * w
@@ -109,6 +118,7 @@ class Latent(MixerSpec):
         return {"tp": {"model.num_heads": config.model.num_heads}}
 
     def contradictions(self, config: Config) -> Iterator[Violation]:
+        """Yield a Violation for numbers of heads and widths that do not fit, and for GROUPED_QUERY_ALONE if set."""
         model = config.model
         heads, nope, rope = model.num_heads, model.qk_nope_head_dim, model.qk_rope_head_dim
         if model.num_kv_heads != heads:

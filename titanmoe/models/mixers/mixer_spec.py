@@ -180,7 +180,10 @@ class MixerSpec(Spec, ABC):
         return self.pair_flops(model) // 2 * twice_visible + self.token_flops(model)
 
     def work(self, model: Model, tp: int) -> MixerWork:
-        """Return the work per position of one of `tp` ranks, for the planner; by default that of products alone."""
+        """Return the work per position of one of `tp` ranks, for the planner.
+
+        By default that of products with `matrices`, replicated ones over owned tokens, and of gathering their input.
+        """
         products = []
         for (outputs, inputs), dim in self.matrices(model):
             split_outputs, split_inputs = outputs / tp if dim == 0 else outputs, inputs / tp if dim == 1 else inputs
@@ -221,7 +224,8 @@ class MixerSpec(Spec, ABC):
     def violations(self, config: Config, degrees: Mapping[str, int]) -> Iterator[str]:
         """Yield a message for each reason, besides those of `divided`, why the mixer cannot run with these degrees.
 
-        `degrees` has numbers of ranks by axis, such as {"cp": 2}; an axis may be missing.
+        By default one: cp for a mixer that neither attends nor works by segments. `degrees` has numbers of ranks by
+        axis, such as {"cp": 2}; an axis may be missing.
         """
         if degrees.get("cp", 1) > 1 and not self.attends and not self.by_segments:
             yield (
