@@ -34,7 +34,8 @@ class Capacity(nn.Module):
     def limit(self, positions: int) -> int:
         """Return the most tokens that an expert takes from a scope (a sample, or a rank's tokens of a microbatch).
 
-        `positions` is the number of token positions in the scope, including padding. The result is rounded up.
+        `positions` is the number of token positions in the scope, including padding. The result is rounded up, and may
+        exceed it.
         """
         return math.ceil(self.options.capacity_factor * self.model.top_k * positions / self.model.num_experts)
 
@@ -57,7 +58,8 @@ class Capacity(nn.Module):
 
         Args:
             chosen_TK: the global numbers of each token's chosen experts.
-            weights_TK: their routing weights, which decide who is dropped if `drop_policy` is "probability".
+            weights_TK: their routing weights. With `drop_policy` "probability" they decide who is dropped, rounded to
+                bfloat16; in ties and with other policies later positions are.
             tokens: the positions and samples of this rank's tokens.
             samples: the number of samples in the microbatch.
         """

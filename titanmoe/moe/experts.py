@@ -88,10 +88,11 @@ class Experts(nn.Module):
         return self.add_down_bias(self.down(multiplier, hidden, weight_R1), member_Re * weight_R1)
 
     def choose_products(self, x_RD: Tensor, count_e: Tensor) -> ExpertProducts | TracedProducts:
-        """Return the object that multiplies in this call: eager, traced by torch.compile, or in 8 bits.
+        """Return the object that multiplies in this call: eager, in 8 bits, or, in traced code, TracedProducts.
 
-        Of `x_RD` only shape, dtype and device are read. On GPUs the host waits if torch.compile traces a loop over
-        experts.
+        Its method is "grouped" where `can_group` and moe.grouped_mm allow it, else "even" with padded buffers, else
+        "loop", as always with "fp8_emulated". Of `x_RD` only shape, dtype and device are read. On GPUs the host waits
+        if torch.compile traces a loop over experts.
         """
         method: ProductMethod = "even" if self.even_rows else "loop"
         if self.grouped_mm != "loop" and can_group(x_RD, *to_local(self.w1).shape[1:]):
@@ -122,7 +123,7 @@ class Experts(nn.Module):
         return y_RD
 
     def add_up_bias(self, hidden: tuple[Tensor, ...], member_Re: Tensor, count_e: Tensor) -> tuple[Tensor, ...]:
-        """Return `hidden` plus the biases of gate and up. Slots after the last expert's tokens become 0.
+        """Return `hidden` plus the biases of gate and up. Slots that a dispatcher leaves unused at the end become 0.
 
         `member_Re` is the mask of `expert_one_hot`, 1 where a token belongs to an expert.
         """

@@ -143,10 +143,10 @@ def add_gradient(
 def can_group(x: Tensor, *widths: int) -> bool:
     """Return whether `torch._grouped_mm` can multiply these tokens, and faster than a loop over experts.
 
-    It needs rows of whole 16-byte units, and no float64. On GPUs it is one kernel in bfloat16 on Hopper and B200
-    (majors 9 and 10). In float32, and on other GPUs, torch 2.11 copies the counts to the host in each product and loops
-    over experts: our loop does the same, with one copy per layer. (Later versions have the kernel on majors 11 and 12
-    too: github.com/pytorch/pytorch/pull/184334.)
+    It needs rows of whole 16-byte units, and no float64; on CPUs that is all. On GPUs it is one kernel in bfloat16 on
+    Hopper and B200 (majors 9 and 10). In float32, and on other GPUs, torch 2.11 copies the counts to the host in each
+    product and loops over experts: our loop does the same, with one copy per layer. (Later versions have the kernel on
+    majors 11 and 12 too: github.com/pytorch/pytorch/pull/184334.)
 
     Args:
         x: the tokens, whose dtype and device count.

@@ -39,7 +39,7 @@ class LayerStatistics:
     def metrics(self) -> dict[str, float | list[float]]:
         """Compute the layer's metrics by name, such as "imbalance", a float, and "load", a list of E numbers.
 
-        The counts must be Python numbers.
+        "imbalance" is the largest load over the mean, 1.0 if no expert was chosen. The counts must be Python numbers.
         """
         mean = sum(self.load) / len(self.load)
         values = {**self.losses, "tokens_min": min(self.load), "tokens_mean": mean, "tokens_max": max(self.load)}
@@ -178,7 +178,8 @@ class StepCounts(nn.Module):
     def record_routed(self, routed: RouterOutput) -> None:
         """Write how often a microbatch's tokens chose each expert, and the counts that STATISTICS measure.
 
-        Overwrites what was written for the microbatch before. No communication.
+        Overwrites what was written for the microbatch before. Balance losses and statistics without `measure` are not
+        among them. No communication.
         """
         microbatch = routed.tokens.microbatch
         self.record_load(microbatch, routed.count_BE)
@@ -192,6 +193,8 @@ def sum_statistics(
     counts: Mapping[int, StepCounts], blocks: Sequence[int], layout: RowLayout, world: Group, device: torch.device
 ) -> Tensor:
     """Sum the counts of a step over microbatches and all ranks, in one all-reduce. Collective over the world.
+
+    Without `blocks` nothing is sent.
 
     Args:
         counts: the counts of this rank's MoE layers, by block number.

@@ -22,6 +22,7 @@ from titanmoe.ops.kernels import fused
 
 
 def _copy(x_TD: Tensor, source_S: Tensor, kernels: str) -> Tensor:
+    """Return row source_S[s] of x for each slot s, zeros where that is T: (S, D). Not differentiable."""
     if fused(kernels, x_TD):
         from titanmoe.ops.kernels.permute_rows import fetch_rows
 
@@ -30,6 +31,7 @@ def _copy(x_TD: Tensor, source_S: Tensor, kernels: str) -> Tensor:
 
 
 def _sum(y_SD: Tensor, slot_TJ: Tensor, kernels: str) -> Tensor:
+    """Return the sum of each token's J rows of y, to which slot S adds nothing: (T, D). Not differentiable."""
     if fused(kernels, y_SD):
         from titanmoe.ops.kernels.permute_rows import sum_rows
 
@@ -181,7 +183,7 @@ class _Reorder(torch.autograd.Function):
 
 
 def _move(x_RD: Tensor, order_R: Tensor, kernels: str) -> Tensor:
-    # Nothing points past the end, so the plain version need not pad.
+    """Return x[order_R], by a kernel or by torch. Not differentiable. No index may be R."""
     return _copy(x_RD, order_R, kernels) if fused(kernels, x_RD) else x_RD.index_select(0, order_R)
 
 

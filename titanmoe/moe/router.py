@@ -85,6 +85,11 @@ class Router(nn.Module):
             tokens.routes_TNK.index_copy_(1, self.column, routes_T1K)
 
     def _logits(self, x_TD: Tensor, index_T: Tensor) -> Tensor:
+        """Return the logits (T, E), with the router's bias, in moe.router_dtype or x's dtype if that is wider.
+
+        With gradients, tokens are multiplied by jitter, which `index_T`, their global indices, is for. Without jitter
+        the product may be one of bfloat16 terms (`uses_terms`).
+        """
         options, wide = self.options, torch.promote_types(x_TD.dtype, self.wide)
         noise = options.jitter > 0 and torch.is_grad_enabled()  # none in validation
         weight_ED = to_local_replicated(self.weight).to(wide)
@@ -141,7 +146,8 @@ class Router(nn.Module):
     def _choose(self, scores_TE: Tensor, index_T: Tensor) -> Tensor:
         """Return the top-k experts (T, K) by score plus expert_bias, best first; round-robin ones if balance is forced.
 
-        Of equal scores the lower expert number comes first. Round-robin goes by `index_T`, the tokens' global indices.
+        Of equal scores the lower expert number comes first. With model.num_groups the experts are those of the best
+        groups. Round-robin goes by `index_T`, the tokens' global indices, and looks at no score.
         """
         model = self.model
         if self.options.force_balance:
@@ -154,7 +160,10 @@ class Router(nn.Module):
         return scores_TE.sort(dim=-1, descending=True, stable=True).indices[:, : model.top_k]
 
     def _best_groups(self, scores_TE: Tensor) -> Tensor:
-        """Return scores_TE with -inf for experts outside of each token's `model.top_groups` best groups of experts."""
+        """Return scores_TE with -inf for experts outside of each token's `model.top_groups` best groups of experts.
+
+        A group is rated by the sum of its best scores, as many as the score function's `scores_per_group`.
+        """
         model = self.model
         scores_TPp = scores_TE.unflatten(1, (model.num_groups, -1))
         best = min(self.score_function.scores_per_group, scores_TPp.shape[-1])

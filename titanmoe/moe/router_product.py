@@ -45,6 +45,7 @@ def plain_bfloat16_terms(x_RC: Tensor, backwards: bool) -> Tensor:
 
 
 def _terms(x_RC: Tensor, backwards: bool, kernels: str) -> Tensor:
+    """Return what `plain_bfloat16_terms` does, by a kernel if `kernels` allows it."""
     if fused(kernels, x_RC):
         from titanmoe.ops.kernels.bfloat16_terms import bfloat16_terms
 

@@ -32,7 +32,7 @@ class Route(NamedTuple):
 
 
 def local_choices(chosen_NK: Tensor, part: int, experts: int) -> Tensor:
-    """Return chosen experts numbered within a part of the experts; `experts` for those of other parts.
+    """Return chosen experts numbered within a part of the experts; `experts` for those of other parts and for none.
 
     Parts are consecutive, of `experts` experts each; `part` is the index of this one.
     """

@@ -78,11 +78,15 @@ class TracedProducts:
         return tuple(experts_down(hidden, weight_R1, weights, *constants))
 
     def down_input(self, hidden: tuple[Tensor, ...], weight_R1: Tensor) -> Tensor:
-        """Return the down projection's input, act(gate) * up * routing weight: (R, F). Differentiable."""
+        """Return the down projection's input, act(gate) * up * routing weight: (R, F). Differentiable.
+
+        Of operations of torch, which the compiler fuses, unlike `up` and `down`.
+        """
         return plain_swiglu(*gate_and_up(hidden), weight_R1, self.clamped)
 
 
 def _products(groups: Sequence[Tensor], method: ProductMethod, clamped: bool, kernels: str) -> ExpertProducts:
+    """Return the eager products by which an operation computes, with the forms of the counts that `groups` has."""
     made = Groups(groups[0])
     if method == "grouped":
         made.ends_e = groups[1]
@@ -104,6 +108,7 @@ def experts_up(
 
 @experts_up.register_fake
 def _(x_RD, weights, *_):
+    """Return empty tensors of the shapes of `experts_up`'s results, for tracing."""
     return [x_RD.new_empty(x_RD.shape[0], w.shape[1]) for w in weights]
 
 
@@ -132,6 +137,7 @@ def experts_up_backward(
 
 @experts_up_backward.register_fake
 def _(grads, x_RD, weights, wanted, *_):
+    """Return empty tensors of the shapes of `experts_up_backward`'s results, for tracing."""
     grad_x = [grads[0].new_empty(grads[0].shape[0], weights[0].shape[2])] if wanted[0] else []
     return grad_x + [w.new_empty(w.shape) for w, wants in zip(weights, wanted[1:], strict=True) if wants]
 
@@ -156,6 +162,7 @@ def experts_down(
 
 @experts_down.register_fake
 def _(hidden, weight_R1, weights, *_):
+    """Return empty tensors of the shapes of `experts_down`'s results, for tracing."""
     return [hidden[0].new_empty(hidden[0].shape[0], w.shape[1]) for w in weights]
 
 
@@ -187,18 +194,21 @@ def experts_down_backward(
 
 @experts_down_backward.register_fake
 def _(grads, hidden, weight_R1, weights, wanted, *_):
+    """Return empty tensors of the shapes of `experts_down_backward`'s results, for tracing."""
     rows, width = hidden[0].shape[0], weights[0].shape[2]
     inputs = [hidden[0].new_empty(rows, 2 * width), weight_R1.new_empty(weight_R1.shape)] if wanted[0] else []
     return inputs + [w.new_empty(w.shape) for w, wants in zip(weights, wanted[1:], strict=True) if wants]
 
 
 def _save_up(ctx, inputs, output):
+    """Save the inputs of `experts_up` for backward, the tokens only if a weight needs a gradient; not its output."""
     x_RD, weights, groups, *ctx.constants = inputs
     ctx.wanted, ctx.groups = list(ctx.needs_input_grad[: 1 + len(weights)]), len(groups)  # flat, unlike in backward
     ctx.save_for_backward(*groups, *weights, *([x_RD] if any(ctx.wanted[1:]) else []))
 
 
 def _differentiate_up(ctx, grads):
+    """Return the gradients of the inputs of `experts_up`, None for those that need none, by `experts_up_backward`."""
     n, end = ctx.groups, ctx.groups + len(ctx.wanted) - 1
     groups, weights, rows = ctx.saved_tensors[:n], ctx.saved_tensors[n:end], ctx.saved_tensors[end:]
     out = iter(experts_up_backward(grads, rows[0] if rows else None, weights, ctx.wanted, groups, *ctx.constants))
@@ -207,6 +217,7 @@ def _differentiate_up(ctx, grads):
 
 
 def _save_down(ctx, inputs, output):
+    """Save the inputs of `experts_down` for backward: backward recomputes the activation from them."""
     hidden, weight_R1, weights, groups, *ctx.constants = inputs
     n = ctx.parts = len(hidden)
     needs = ctx.needs_input_grad
@@ -215,6 +226,7 @@ def _save_down(ctx, inputs, output):
 
 
 def _differentiate_down(ctx, grads):
+    """Return the gradients of the inputs of `experts_down`, None for those not needed, by `experts_down_backward`."""
     n, end = ctx.parts, ctx.parts + len(ctx.wanted)
     hidden, weight_R1, weights = ctx.saved_tensors[:n], ctx.saved_tensors[n], ctx.saved_tensors[n + 1 : end]
     groups = ctx.saved_tensors[end:]

@@ -97,13 +97,13 @@ class BalanceLoss(nn.Module):
         self.model, self.options = model, options
 
     def begin_step(self) -> None:
-        """Reset state that lasts for a step. Called before the first microbatch of each step."""
+        """Reset state that lasts for a step; do nothing here. Called before the first microbatch of each step."""
 
     def begin_pass(self) -> None:
         """Prepare state for another forward and backward within the same step, with microbatches numbered from 0 again.
 
-        A loss with state by microbatch adds that state to a sum over the step here. Called before each pass but the
-        first (titanmoe.session).
+        Does nothing here; a loss with state by microbatch adds that state to a sum over the step. Called before each
+        pass but the first (titanmoe.session).
         """
 
     @abstractmethod

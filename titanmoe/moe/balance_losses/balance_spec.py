@@ -76,7 +76,8 @@ def parse_entries(lines: list[str]) -> list[Entry]:
     """Return the entries of the lines of `[moe] balance_losses`, each "NAME COEFFICIENT", in order.
 
     Raises:
-        ComponentError: with everything that is wrong with the lines.
+        ComponentError: with everything that is wrong with the lines: their form, a name that is a key of [moe] or comes
+            twice, or a coefficient that is negative or not finite. Whether a loss of this name exists is not checked.
     """
     parsed: list[Entry] = []
     problems = []
@@ -150,7 +151,7 @@ def active_losses(moe: MoE) -> list[Term]:
 
 
 def contradictions(config: Config) -> Iterator[Violation]:
-    """Yield a violation for each metric name that a balance loss in the recipe would share with another metric.
+    """Yield a violation for each metric name that active balance losses share or that is taken, or has a dot in it.
 
     Raises:
         ComponentError: if a line of `balance_losses` is wrong, or names an unknown loss.

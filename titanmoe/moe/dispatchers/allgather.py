@@ -32,7 +32,8 @@ class AllGather(Dispatcher):
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, slots_per_expert: int) -> SummedExchange:
         """Gather the tokens of the dispatch group, wait, and copy a routed token for each choice of a local expert.
 
-        Collective over the dispatch group. A padded expert buffer has `slots_per_expert` slots for each sending rank.
+        Collective over the dispatch group. The host waits for the number of routed tokens, unless expert buffers are
+        padded: then each has `slots_per_expert` slots for each sending rank.
         """
         slots_per_expert *= self.group.size
         chosen_NK, order_C, count_e, number = self.gather_and_sort_choices(chosen_TK, slots_per_expert)

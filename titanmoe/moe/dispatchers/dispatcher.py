@@ -192,14 +192,14 @@ class Dispatcher:
 
     @staticmethod
     def missing(device: str) -> str:
-        """Return why this machine cannot run the dispatcher; "" if it can. `device` is the value of training.device."""
+        """Return why this machine cannot run the dispatcher; "" if it can, as here. `device` is training.device."""
         return ""
 
     @staticmethod
     def reserve(
         model: Model, options: MoEOptions, ranks: ExpertRanks, tokens: int, dtype: torch.dtype, device: torch.device
     ) -> SharedBuffers | None:
-        """Allocate buffers that the dispatchers of all layers of a rank share; return None if they need none.
+        """Allocate buffers that the dispatchers of all layers of a rank share; return None if they need none, as here.
 
         Collective over the world. Called once, before training.
 

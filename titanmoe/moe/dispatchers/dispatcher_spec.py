@@ -76,7 +76,11 @@ class StaticSizes(NamedTuple):
 
 
 def symm_mem_sizes(model: Model, factor: float, tokens: int, ep: int, etp: int) -> StaticSizes:
-    """Return the numbers of slots that the dispatcher symm_mem allocates on a rank. `factor` is moe.symm_mem_factor."""
+    """Return the numbers of slots that the dispatcher symm_mem allocates on a rank.
+
+    Receive slots are `factor` (moe.symm_mem_factor) times the routed tokens that arrive with even routing, but no more
+    than can arrive, plus alignment. The buffer has as many, or as many as the rank sends, as outputs return in it too.
+    """
     local_experts, sent = model.num_experts // ep, tokens * model.top_k * etp  # with even routing, as many arrive
     arriving = min(math.ceil(factor * sent), ep * etp * tokens * min(model.top_k, local_experts))
     slots = arriving + -arriving % ALIGN + local_experts * ALIGN
@@ -117,7 +121,10 @@ class DispatcherSpec(Spec):
     """Whether the planner's search may replace the dispatcher, or choose it in place of another that says so too."""
 
     def contradictions(self, config: Config) -> Iterator[Violation]:
-        """Yield a violation for each option of the recipe that the dispatcher cannot run with, whatever the mapping."""
+        """Yield a violation for each option of the recipe that the dispatcher cannot run with, whatever the mapping.
+
+        Looks at moe.overlap = "halves", moe.pad_to_capacity and lora.dropout of experts.
+        """
         moe = config.moe
         if moe.overlap == "halves":
             yield from halves_violations(config, self)
@@ -137,6 +144,7 @@ class DispatcherSpec(Spec):
     def violations(self, config: Config, degrees: Mapping[str, int]) -> Iterator[str]:
         """Yield a message for each reason why the dispatcher cannot run with these parallel degrees.
 
+        Reasons are moe.overlap = "pairs" with pp, nodes that groups do not fit (`works_by_node`), and `limits`.
         `degrees` has the ranks on each axis by name ("pp", "ep", "etp") and of a pipeline stage ("stage"); some may be
         missing, which are then not checked.
         """
@@ -268,7 +276,10 @@ class SymmetricMemorySpec(DispatcherSpec):
     )
 
     def limits(self, config: Config, ep: int, etp: int) -> Iterator[str]:
-        """Yield a message if a dispatch group is not within one node: ranks map each other's memory only there."""
+        """Yield a message if a dispatch group is not within one node: ranks map each other's memory only there.
+
+        Not if parallelism.node is 1, as it is without a launcher.
+        """
         ranks, node = ep * etp, config.parallelism.node  # 1 also where no launcher says
         if node > 1 and node % ranks:
             yield (
@@ -298,7 +309,7 @@ class AutoSpec(AllToAllSpec):
 def why_not_symm_mem(config: Config, fold: Fold, node: int, gpus: bool) -> str:
     """Return why the dispatcher "auto" becomes alltoall under this recipe and mapping; "" if it becomes symm_mem.
 
-    After "", a run may still fall back to alltoall because its GPUs cannot share memory.
+    It is the first of the reasons. After "", a run may still fall back to alltoall, as its GPUs cannot share memory.
 
     Args:
         node: the number of ranks on a node, which share NVLink.
@@ -339,8 +350,8 @@ def with_planned_dispatcher(config: Config, fold: Fold, node: int, gpus: bool) -
 def halves_violations(config: Config, spec: DispatcherSpec) -> Iterator[Violation]:
     """Yield a violation for each reason why moe.overlap = "halves" is impossible, whatever the config's moe.overlap is.
 
-    It computes one half of a microbatch's samples while routed tokens of the other half are in flight. `spec` is that
-    of the recipe's dispatcher.
+    Reasons are no MoE layer, one sample per microbatch, a dispatcher that cannot overlap, and moe.capacity_factor.
+    `spec` is that of the recipe's dispatcher.
     """
     moe, samples = config.moe, config.training.local_batch_size
     halves, off = 'moe.overlap = "halves"', 'or overlap = "none"'

@@ -204,6 +204,8 @@ class SymmetricBuffers(SharedBuffers):
     def exchange(self, rows: Sequence[Tensor], to_N: Tensor, from_M: Tensor) -> tuple[Tensor, ...]:
         """Write rows to their places in the ranks' buffers, wait, and return what arrived. Collective over the group.
 
+        On GPUs the stream waits, not the host.
+
         Returns:
             For each of `rows`, a copy of this rank's buffer, with zeros in unused slots. Not differentiable.
         """
@@ -239,7 +241,8 @@ class SymmetricBuffers(SharedBuffers):
     def check_first_exchange(self, num_experts: int) -> None:
         """Test the buffers: send rows that name their origin to other ranks and back. Collective over the world.
 
-        Each rank sends one row each to half of the experts, as far as the send buffer allows.
+        Each rank sends one row each to half of the experts, as far as the send buffer allows. The buffers for weights
+        are not tested.
 
         Raises:
             CannotReserve: on all ranks, if a row arrives wrong on any rank.
@@ -311,6 +314,7 @@ def send(rows: Sequence[Tensor], to_N: Tensor, from_M: Tensor, memory: str) -> l
 
 
 def _exchange(rows: Sequence[Tensor], to_N: Tensor, from_M: Tensor, memory: str) -> list[Tensor]:
+    """Exchange rows through the buffers with this name: the body of the operation `titanmoe::exchange`."""
     return list(SymmetricBuffers.by_name[memory].exchange(rows, to_N, from_M))
 
 
@@ -320,6 +324,7 @@ exchange_op.register_effect(_EffectType.ORDERED)  # never merged, removed, moved
 
 @exchange_op.register_fake
 def _(rows: Sequence[Tensor], to_N: Tensor, from_M: Tensor, memory: str) -> list[Tensor]:
+    """Return empty tensors of the shapes of `_exchange`'s results, for tracing. Sends nothing."""
     return [x_ND.new_empty(from_M.shape[0], x_ND.shape[1]) for x_ND in rows]
 
 
@@ -329,6 +334,7 @@ def _save_places(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
 
 
 def _exchange_gradients(ctx: Any, grads: list[Tensor]) -> tuple:
+    """Return the gradients of the rows: those of what arrived, sent to where it came from. Collective."""
     to_N, from_M = ctx.saved_tensors
     return exchange_op(grads, from_M, to_N, ctx.memory), None, None, None
 

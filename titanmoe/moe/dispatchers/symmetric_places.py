@@ -40,7 +40,8 @@ class Places(NamedTuple):
 def places(count_GE: Tensor, ranks: ExpertRanks, limit: int, send_slots: int, receive_slots: int) -> Places:
     """Compute where each routed token goes to and comes from in the buffers of a dispatch group.
 
-    Runs on the device, without a host sync or a message. If any rank would receive too many, all places are -1.
+    Runs on the device, without a host sync or a message. If any rank would receive too many, all places are -1, and
+    each expert has ALIGN unused slots.
 
     Args:
         count_GE: the number of routed tokens from each sending rank for each expert.
