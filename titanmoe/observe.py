@@ -165,7 +165,7 @@ def listening(observer: Observer) -> Iterator[None]:
 
 @contextmanager
 def unheard() -> Iterator[None]:
-    """Call no observer in this context, for work that belongs to no step, such as evaluating the teacher."""
+    """Call no observer in this context, in any thread, for work that is of no step, such as evaluating the teacher."""
     global active
     before, active = active, NOBODY
     try:

@@ -66,7 +66,7 @@ class ChunkedSegment(NamedTuple):
         return after[..., :k], after[..., k:]
 
     def forward(self, state_BHkv: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Compute the segment's outputs and the state after it. Differentiable.
+        """Compute the segment's outputs and the state after it. Differentiable; by plain formulas backward recomputes.
 
         Args:
             state_BHkv: the state before the segment; None for zeros.
@@ -163,12 +163,14 @@ def l2_normalize(x: Tensor) -> Tensor:
 
 
 def _scaled(q: Tensor, k: Tensor, beta: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return q / sqrt(its width), and k; for the delta rule, which has beta, both are scaled to length 1 first."""
     if beta is not None:
         q, k = l2_normalize(q), l2_normalize(k)
     return q * q.shape[-1] ** -0.5, k
 
 
 def _wide(v: Tensor, decay: Tensor) -> torch.dtype:
+    """Return the dtype to compute in: the wider one of v's and the decay's, float32 at least."""
     return torch.promote_types(torch.promote_types(v.dtype, decay.dtype), torch.float32)
 
 
@@ -177,12 +179,14 @@ def _recompute_in_backward(function: Callable, *inputs: Tensor | None) -> tuple[
 
 
 def _state_after(state_BHkx: Tensor, *tokens: Tensor) -> Tensor:
+    """Return the state after a segment from that before it, which may be wider: values write to the last columns."""
     carry, gain_ZNkv, _ = _chunks(*tokens)
     gain_ZNkx = F.pad(gain_ZNkv, (state_BHkx.shape[-1] - gain_ZNkv.shape[-1], 0))
     return _states(carry, gain_ZNkx, state_BHkx.flatten(0, 1))[-1].unflatten(0, state_BHkx.shape[:2])
 
 
 def _run(state_BHkv: Tensor | None, *tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute the results of `ChunkedSegment.forward` by the formulas of this file; `tokens` are the inputs."""
     carry, gain_ZNkv, reading = _chunks(*tokens)
     (B, S, H, _), dtype = tokens[2].shape, tokens[2].dtype
     begin = torch.zeros_like(gain_ZNkv[:, 0]) if state_BHkv is None else state_BHkv.to(gain_ZNkv).flatten(0, 1)
@@ -271,6 +275,7 @@ def _running_sums(x_Cx: Tensor) -> Tensor:
 
 
 def _decays(decay: Tensor, begins: Tensor) -> _Decays:
+    """Return a chunk's decays from each token's logarithm (..., C, x) and whether a document begins there (..., C)."""
     since, document = _running_sums(decay), begins.cumsum(-1).unsqueeze(-1)
     end, last = since[..., -1:, :], document[..., -1:, :]
     return _Decays(
@@ -283,6 +288,7 @@ def _decays(decay: Tensor, begins: Tensor) -> _Decays:
 
 
 def _delta(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decays: _Decays) -> tuple[Tensor, Tensor, Callable]:
+    """Return carry, gain and the reading function of `_chunks` for the gated delta rule; inputs are (..., C, x)."""
     since, from_begin, to_end, through, seen = decays
     decay_between = (since - since.mT).masked_fill(~seen, -torch.inf).exp()
     widths = k.shape[-1], v.shape[-1]
@@ -300,6 +306,8 @@ def _delta(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decays: _Decays) -> tu
 
 
 def _gla(q: Tensor, k: Tensor, v: Tensor, decays: _Decays) -> tuple[Tensor, Tensor, Callable]:
+    """Return carry (diagonal), gain and the reading function of `_chunks` for GLA; inputs are (..., C, x)."""
+
     def reading() -> tuple[Tensor, Tensor]:
         weights = _gla_weights(q, k, decays.since).masked_fill(~decays.seen, 0)
         return q * decays.from_begin, weights @ v

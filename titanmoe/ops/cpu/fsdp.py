@@ -116,7 +116,7 @@ class ReduceScatter:
         is_sum = numbers * self.ranks == self._message_numbers
         self._message_numbers = 0 if is_sum else numbers
         if is_sum and self.ranks == 1:  # torch copies instead of calling us
-            self._wait_for_replicas()
+            self._announce_wait_for_replicas()
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(
@@ -129,9 +129,9 @@ class ReduceScatter:
         observe.waits(group.group_name)
         REDUCE_SCATTER(output_tensor, input_tensor, op, group)
         observe.arrived()
-        self._wait_for_replicas()
+        self._announce_wait_for_replicas()
 
-    def _wait_for_replicas(self) -> None:
+    def _announce_wait_for_replicas(self) -> None:
         if self.replicas:
             observe.waits(self.replicas)
 

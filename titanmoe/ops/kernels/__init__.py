@@ -32,6 +32,8 @@ def installed() -> bool:
 def fused(kernels: str, x: Tensor) -> bool:
     """Return whether Triton kernels compute this tensor, rather than operations of torch.
 
+    In a rehearsal CPU tensors count as those of the imitated hardware.
+
     Args:
         kernels: the option `[moe] kernels`: "triton" always, "auto" on GPUs with Triton.
     """

@@ -70,8 +70,8 @@ def kernel(name: str, mutates_args: Sequence[str] = ()) -> Callable[[Callable[..
     """Return a decorator that registers a function that launches kernels as a torch operation.
 
     Compilers and dispatch modes see the operation, and need its shapes: pass a function that allocates the outputs, if
-    there are any, to the decorated function's `register_fake`. Without either, a call goes to the function directly:
-    torch's dispatcher would take longer than the launch.
+    there are any, to the decorated function's `register_fake`. So do fake and meta tensors. Other calls go to the
+    function directly: torch's dispatcher would take longer than the launch.
 
     Args:
         name: the name of the operation, such as "titanmoe::rotate".
@@ -93,4 +93,5 @@ def kernel(name: str, mutates_args: Sequence[str] = ()) -> Callable[[Callable[..
 
 
 def _real(args: tuple) -> bool:
+    """Return whether kernels can run on all tensors among `args`: plain ones, neither fake nor meta, where they run."""
     return all(type(x) in _PLAIN and can_run(x) and not x.is_meta for x in args if isinstance(x, Tensor))
