@@ -175,6 +175,7 @@ def unheard() -> Iterator[None]:
 
 
 def _listening() -> tuple[Observer, ...]:
+    """Return the observers that listen now; () without any, and within `unheard`."""
     return active.observers if isinstance(active, _SeveralObservers) else ()
 
 

@@ -50,6 +50,7 @@ class CurrentTokens:
         return lambda *args: self._run(indices, function, *args)
 
     def _run(self, indices: tuple[Tensor, ...], function: Callable[..., Any], *args: Any) -> Any:
+        """Return function(*args), with `indices` set to these while it runs, and then to those before."""
         before, self.indices = self.indices, indices
         try:
             return function(*args)

@@ -118,6 +118,7 @@ class EightBitProducts(ExpertProducts):
         return self.rounded(name, w_eFD)
 
     def product(self, x: Quantised, w: Quantised) -> Tensor:
+        """Multiply each token by its expert's transposed weight, in x's dtype before rounding: (R, F)."""
         if self.emulated:
             return plain_scaled_grouped_mm(x, w, self.groups.sizes)
         return torch._scaled_grouped_mm(

@@ -40,6 +40,7 @@ class ScoreFunction(Spec):
     """Fields of [model] with which another score function gives the same routing weights, by name."""
 
     def __init_subclass__(cls) -> None:
+        """Clear `kernel_mode` of a subclass with formulas of its own that does not set it."""
         if {"scores", "weights"} & vars(cls).keys() and "kernel_mode" not in vars(cls):
             cls.kernel_mode = ""
 

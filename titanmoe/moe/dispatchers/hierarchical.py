@@ -32,6 +32,7 @@ class Hierarchical(Dispatcher):
     """The dispatcher with two hops: an all-to-all across nodes, then one inside the node."""
 
     def place(self, ranks: ExpertRanks) -> None:
+        """Set the ranks that hold this layer's experts, and place `inner`, the AllToAll within this node."""
         super().place(ranks)
         nodes = ranks.across.size
         self.node_experts = self.num_experts // nodes

@@ -47,6 +47,7 @@ class Symmetric(Dispatcher):
         return SymmetricBuffers(model, options, ranks, tokens, dtype, device)
 
     def place(self, ranks: ExpertRanks) -> None:
+        """Set the ranks that hold this layer's experts, and place `plain`, the AllToAll for outside training steps."""
         super().place(ranks)
         self.plain = AllToAll(self.num_experts, self.kernels)
         self.plain.allows_unused_slots = True
@@ -108,5 +109,9 @@ class SymmetricExchange(NamedTuple):
 
     @named("combine")
     def combine(self, y_RD: Tensor) -> Tensor:
+        """Write outputs into the same receive buffers of their tokens' ranks; return each own token's sum (T, D).
+
+        Collective over the dispatch group. `y_RD` has outputs of all R slots; those of unused ones are not sent.
+        """
         (y_SD,) = exchange((y_RD,), self.from_R, self.to_S, self.memory)
         return unpermute_tokens(y_SD, self.route.source_S, self.route.slot_TJ, self.kernels)

@@ -114,6 +114,7 @@ def allocate_shared(
 def _allocate_on_gpus(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup
 ) -> tuple[Tensor, Any]:
+    """Allocate a buffer in torch's symmetric memory of CUDA, as `allocate_shared` does; its contents are undefined."""
     buffer, problem = None, ""
     try:
         if symm_mem.get_backend(device) != "CUDA":
