@@ -158,6 +158,12 @@ MORE = {
         0,
         f"{LATENT} {CP} 4 --parallelism.cp_kind allgather --training.seq_len 8192 --training.global_batch_size 1",
     ),
+    "latent attention whose mask is saved, though keys are not": (
+        1,
+        0,
+        f"{LATENT} --training.global_batch_size 1 --training.seq_len 4096 {MODE} selective "
+        "--parallelism.attention_backend plain --data.source files --data.paths none.jsonl --data.packing documents",
+    ),
     "chunked loss": (1, 0, f"--training.seq_len 8192 --model.vocab_size 65536 {MODE} full"),
 }
 

@@ -98,7 +98,7 @@ class Latent(MixerSpec):
         gathered = X * (model.kv_lora_rank + model.qk_rope_head_dim + model.q_lora_rank) * w
         query = heads * model.head_dim
         if selective:
-            return output + X * query * w * (not model.q_lora_rank) + latents + gathered
+            return output + batch.mask + X * query * w * (not model.q_lora_rank) + latents + gathered
         # Values stay where they were made, beside keys without positions, which are copied to the rotated keys.
         made = heads * (model.qk_nope_head_dim + model.v_head_dim)
         keys = query + made if batch.gathered == 1 else batch.gathered * (query + heads * model.v_head_dim)
