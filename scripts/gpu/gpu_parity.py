@@ -214,9 +214,10 @@ def outputs(commands: list[list[str]]) -> list[str]:
 
 
 def training_command(folder: Path, side: Side, *more: str) -> list[str]:
-    """Return the command, as words, that trains the debug recipe four steps, with checkpoints at steps 2 and 4.
+    """Return the command, as words, that trains the debug recipe on one rank, four steps, saved after 2 and 4.
 
-    `folder` is job.dump_folder, `more` are further words, "--TABLE.FIELD" and value.
+    It replaces mapping, data and batch of the recipe, and turns validation off. `folder` is job.dump_folder, `more` are
+    further words, "--TABLE.FIELD" and value.
     """
     options = {"parallelism.tp": 1, "parallelism.experts.ep": 1, "data.source": "synthetic", "validation.interval": 0}
     options |= {"validation.held_out": 0, "training.steps": 4, "training.seq_len": 64, "training.global_batch_size": 4}

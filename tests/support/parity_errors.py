@@ -28,7 +28,7 @@ def nan_to_inf(error: float) -> float:
 
 
 def relative_error(got: float, want: float, scale: float | None = None) -> float:
-    """Return the error relative to `want`, or to `scale` if it is given."""
+    """Return the error relative to `want`, or to `scale` if it is given; infinity for NaN."""
     return nan_to_inf(abs(got - want) / max(abs(want) if scale is None else scale, 1e-300))
 
 

@@ -1,4 +1,4 @@
-"""Open files in a folder that anyone may have made, without following links out of it, and with retries.
+"""Open files in a folder that anyone may have made, with retries; no link is followed but into Hugging Face's cache.
 
 Also the errors of a checkpoint and their texts: what a user sees when a file is damaged, or a network file system away.
 """
@@ -225,7 +225,7 @@ def read(folder: Path, name: str, limit: int) -> bytes:
     """Return the contents of a file in a folder.
 
     Raises:
-        CheckpointError: it has more than `limit` bytes, is not a regular file, or cannot be read.
+        CheckpointError: it has more than `limit` bytes, is a link or no regular file, or cannot be read.
         FileNotFoundError, NotADirectoryError: there is no such file.
     """
 

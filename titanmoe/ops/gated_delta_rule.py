@@ -306,7 +306,10 @@ def _delta(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decays: _Decays) -> tu
 
 
 def _gla(q: Tensor, k: Tensor, v: Tensor, decays: _Decays) -> tuple[Tensor, Tensor, Callable]:
-    """Return carry (diagonal), gain and the reading function of `_chunks` for GLA; inputs are (..., C, x)."""
+    """Return carry (diagonal), gain and the function that computes (read, own), as `_chunks` does, for GLA.
+
+    Inputs are (..., C, x).
+    """
 
     def reading() -> tuple[Tensor, Tensor]:
         weights = _gla_weights(q, k, decays.since).masked_fill(~decays.seen, 0)

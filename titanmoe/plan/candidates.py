@@ -199,7 +199,8 @@ class Candidates:
 def _schedules(config: Config, pp: int, m: int) -> list[TriedSchedule]:
     """Return the schedules to try with `m` microbatches on `pp` ranks: 1F1B, or GPipe if these are fewer than ranks.
 
-    Where they are legal also Interleaved1F1B, with several numbers of stages per rank, and DualPipeV.
+    Where they are legal also Interleaved1F1B, with several numbers of stages per rank, and DualPipeV. Each comes with
+    its idle time and microbatches in flight, on which the bounds rest.
     """
     names, most = [("1F1B" if m >= pp else "GPipe", 1)], config.model.num_layers // pp
     if pp > 1 and m % pp == 0:

@@ -339,9 +339,10 @@ class _Reader:
     def _read_stacked(
         self, keys: tuple[str, str], experts: int, rank: int, number: int | None, halves: bool
     ) -> AdapterPair:
-        """Read the adapters of stacked experts; return those of gate (number 0), up (1) or down (None), of a rank.
+        """Read the adapters of stacked experts; return those of gate (number 0), up (1) or down (None).
 
         With `halves` gate and up have half of the rank of the parameter that fuses them; if not, both get its full A.
+        The pair is padded with zeros to `rank`.
         """
         pair, rows = self._stacked_pair(keys, experts)
         if number is not None:

@@ -201,7 +201,10 @@ def open_export_source(path: Path, base_name: str) -> ExportSource:
 
 
 def carried_hf_files(path: Path) -> dict[str, Path]:
-    """Return the paths of the config and tokenizer files in a checkpoint's subfolder hf/, by name."""
+    """Return the paths of the config and tokenizer files that a checkpoint's manifest lists in hf/, by name.
+
+    Raises CheckpointError if the manifest is damaged, or a listed file is missing or a link.
+    """
     return {n: file for n, file in layout.carried_files(path).items() if any(fnmatch(n, kind) for kind in CARRIED)}
 
 
