@@ -149,9 +149,10 @@ def routes_from_sglang(text: str, positions: int, model: Model) -> Tensor:
     """Return the routes (positions, L, K) of a sample in SGLang's response (`routed_experts`), the last NOT_RECORDED.
 
     `text` is base64 of int32 numbers of shape (positions - 1, A, K): the last of the sample's ids has no route.
+    Of another number of positions the rest is left out, or NOT_RECORDED.
 
     Raises:
-        ValueError: the text is not base64 of numbers that fill such a shape.
+        ValueError: the text is not base64 of numbers that fill such positions.
     """
     experts = np.frombuffer(base64.b64decode(text, validate=True), dtype=np.int32)
     return _moe_layers_of(experts.reshape(-1, model.num_layers, model.top_k), positions, model)

@@ -361,8 +361,8 @@ def gate_and_up(hidden: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 def activation(x: Tensor, clamped: bool, kernels: str) -> tuple[Callable[..., Tensor], Callable[..., tuple]]:
     """Return two functions with the signatures of `plain_swiglu` and `plain_swiglu_backward`, `clamped` already bound.
 
-    They are kernels if x is on a GPU and the option `[moe] kernels`, given as `kernels`, allows them; else the plain
-    functions.
+    They are kernels if `kernels`, the option `[moe] kernels`, is "triton", or "auto" with x on a GPU and Triton
+    installed; else the plain functions.
     """
     if fused(kernels, x):
         from titanmoe.ops.kernels.weighted_swiglu import weighted_swiglu, weighted_swiglu_backward
