@@ -18,6 +18,7 @@ from titanmoe.comm.collectives import NO_GROUP
 from titanmoe.components import COMPONENTS
 from titanmoe.config import ConfigError, load, to_toml
 from titanmoe.config.schema import Model, MoE
+from titanmoe.data.open_documents import open_documents
 from titanmoe.moe.balance_losses.aux_losses import AuxLoss
 from titanmoe.moe.balance_losses.balance_loss import RouterOutput
 from titanmoe.tokens import Tokens
@@ -51,13 +52,25 @@ def test_the_model_is_that_of_its_config_json(tmp_path, name):
     config = read("--model.hf", folder)
     assert config.model == configs.describe_folder(folder).model
     assert config.checkpoint.initial_hf == str(folder)
-    assert (config.data.tokenizer, config.moe.aux_loss) == ("bytes", 0.0)
+    assert (config.data.tokenizer, config.moe.aux_loss) == (str(folder), 0.0)
 
 
 def test_the_tokenizer_is_the_folders_unless_the_recipe_names_one(tmp_path):
     folder = save(tmp_path / "model", tokenizer=True)
     assert read("--model.hf", folder).data.tokenizer == str(folder)
     assert read("--model.hf", folder, "--data.tokenizer", "bytes").data.tokenizer == "bytes"
+
+
+def test_text_is_refused_if_the_model_has_no_tokenizer_but_not_shards_of_bytes(tmp_path):
+    folder, text, shards = save(tmp_path / "model", vocab_size=320), tmp_path / "text.txt", tmp_path / "shards"
+    text.write_text("One line of text.\n" * 9)
+    words = "--data.source", "files", "--data.paths", [str(text)], "--job.dump_folder", tmp_path
+    config = read("--model.hf", folder, *words)
+    with pytest.raises(ConfigError, match=r"there is no file .*model/tokenizer\.json: set data\.tokenizer"):
+        open_documents(config, str(text))
+    assert main(["tokenize", str(text), "--out", str(shards), "--workers", "1"]) == 0
+    documents = open_documents(config, str(shards))
+    assert documents.stored_tokenizer.open(config.data.tokenizer).identity == "bytes"
 
 
 def test_weights_are_random_if_the_recipe_says_so(tmp_path):

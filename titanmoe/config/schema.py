@@ -57,7 +57,7 @@ class Model:
     """The model. `family` and `size` set the default of every other field, and any of them can be overridden. Or `hf` names a published model, whose config.json sets them all."""
 
     hf: str = ""
-    """A model in Hugging Face's format: a folder, a name on the hub such as "Qwen/Qwen3-30B-A3B" (@REVISION selects a revision; without it the cached one, else main), or a URL (docs/huggingface.md). Its config.json sets every other field of this table except mtp_depth and mtp_after_norm, and moe.aux_loss if transformers would add that loss. A field that is set here as well must agree with it or be listed in `change`. Also sets checkpoint.initial_hf, and data.tokenizer if the model has a tokenizer. A resolved recipe (--print-config) contains the sizes and no hf."""
+    """A model in Hugging Face's format: a folder, a name on the hub such as "Qwen/Qwen3-30B-A3B" (@REVISION selects a revision; without it the cached one, else main), or a URL (docs/huggingface.md). Its config.json sets every other field of this table except mtp_depth and mtp_after_norm, and moe.aux_loss if transformers would add that loss. A field that is set here as well must agree with it or be listed in `change`. Also sets checkpoint.initial_hf and data.tokenizer. A resolved recipe (--print-config) contains the sizes and no hf."""
     change: list[str] = field(default_factory=list)
     """Fields whose values in the recipe override config.json, with hf or checkpoint.initial_hf, such as ["rope_theta", "rope_scaling", "rope_factor"] for a longer context. Fields of other tables are named by their path: "moe.aux_loss"."""
     family: str = "mixtral"
@@ -182,7 +182,7 @@ class Data:
     format: str = "auto"
     """Format of the files in `paths`. auto decides by file extension: name the format where the extension misleads, and for chats. Token shards are recognised by their manifest. {components}"""
     tokenizer: str = "bytes"
-    """Tokenizer: "bytes", which needs no file, or the path of a Hugging Face tokenizer.json or its folder. Default with model.hf: that model's tokenizer, if it has one. Token shards contain theirs."""
+    """Tokenizer: "bytes", which needs no file, or the path of a Hugging Face tokenizer.json or its folder. Default with model.hf: that model's tokenizer; text is refused if the model has none. Token shards contain theirs."""
     chat_template: str = ""
     """Jinja file with the template for chats and preference pairs. Empty: the template in the tokenizer's folder. Checkpoints and exports include the template that was used."""
     label_weights: bool = False

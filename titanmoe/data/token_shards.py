@@ -131,7 +131,7 @@ class StoredTokenizer(NamedTuple):
         return files
 
     def open(self, otherwise: str) -> Tokenizer:
-        """Open the tokenizer from its stored files, or the one named `otherwise` if there are none.
+        """Open the tokenizer that made the shards: bytes, its stored files, or `otherwise` if none are stored.
 
         Raises:
             ConfigError: a file is missing or has changed, or the tokenizer cannot be opened or did not make the shards.
@@ -141,7 +141,7 @@ class StoredTokenizer(NamedTuple):
             tokenizer = open_tokenizer(str(self.files()[FILE]))
             problem = f"{made}, and {self.folder} has {tokenizer.identity}: remove from it what was added later"
         else:
-            tokenizer = open_tokenizer(otherwise)
+            tokenizer = open_tokenizer("bytes" if self.identity == "bytes" else otherwise)
             problem = (
                 f"{made}, which is not beside its shards, and data.tokenizer = {otherwise!r} is {tokenizer.identity}: "
                 "set it to the one that made them"

@@ -207,7 +207,8 @@ def open_tokenizer(name: str) -> Tokenizer:
     file = path / FILE if path.is_dir() else path
     if not file.is_file():
         raise ConfigError(
-            f'tokenizer {name!r}: there is no file {file.absolute()}: name a {FILE}, its folder or "bytes"'
+            f"tokenizer {name!r}: there is no file {file.absolute()}: set data.tokenizer or --tokenizer to a {FILE}, "
+            'its folder or "bytes"'
         )
     return JsonTokenizer(file)
 

@@ -7,7 +7,6 @@ config.json fixes, but it can override the defaults that follow from it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from titanmoe.checkpoint import layout
@@ -53,17 +52,12 @@ def read_model_file(values: Mapping[str, Any]) -> ModelFile:
         "model.mtp_after_norm": values["model.mtp_depth"] > 0,
     }
     source = str(folder / CONFIG) if str(folder) == name else f"{CONFIG} of {name}"
-    return ModelFile(source, fixed, defaults | _tokenizer(folder / FILE))
+    return ModelFile(source, fixed, defaults | {"data.tokenizer": str(folder)})
 
 
 def _fixed(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return those of a config's values, by path, that config.json fixes: [model] without what a recipe chooses."""
     return {path: value for path, value in values.items() if path.startswith("model.") and path not in RECIPE_CHOICES}
-
-
-def _tokenizer(file: Path) -> dict[str, Any]:
-    """Return data.tokenizer, the folder of a tokenizer's file; {} if there is no such file."""
-    return {"data.tokenizer": str(file.parent)} if file.is_file() else {}
 
 
 def _read_from_checkpoint(values: Mapping[str, Any]) -> ModelFile | None:
@@ -84,5 +78,6 @@ def _read_from_checkpoint(values: Mapping[str, Any]) -> ModelFile | None:
         raise ConfigError(str(error)) from None
     derived = ("checkpoint.initial_hf", "moe.aux_loss", "model.mtp_after_norm")
     defaults = {key: recorded[key] for key in derived if key in recorded}
-    defaults |= _tokenizer(tokenizer) if tokenizer else {}
+    if tokenizer:
+        defaults["data.tokenizer"] = str(tokenizer.parent)
     return ModelFile(str(path / layout.MANIFEST), _fixed(recorded), defaults)
