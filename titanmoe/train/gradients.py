@@ -105,7 +105,7 @@ class PassSums:
 
 
 def sum_together(values: Mapping[str, Tensor], group: Group) -> dict[str, Tensor]:
-    """Sum each named tensor over the group by one all-reduce in float64; return the sums by name.
+    """Sum each named tensor over the group by one all-reduce in float64; return the float64 sums by name.
 
     Collective over the group. Not differentiable.
     """
@@ -310,9 +310,9 @@ class Gradients:
     def add(self, slices: list[BatchSlice], objective: Objective, divisor: Tensor, backward: bool = True) -> PassSums:
         """Run microbatches forward and backward, add gradients to `.grad`, and return this rank's loss and metrics.
 
-        Both are divided by `divisor`, or by 1 if that is 0. They are 0 on ranks without the last pipeline stage, and
-        equal on the ranks of a tp group. Collective over the stage and the pipeline. Gradients of replicated parameters
-        are not yet summed over ranks. Call `begin_pass` before each further call in a step.
+        All three are divided by `divisor`, or by 1 if that is 0. Loss and metrics are 0 on ranks without the last
+        pipeline stage, and equal on the ranks of a tp group. Collective over the stage and the pipeline. Gradients of
+        replicated parameters are not yet summed over ranks. Call `begin_pass` before each further call in a step.
 
         Args:
             slices: this rank's microbatches, at most as many as the recipe's step has; with a pipeline, just as many.

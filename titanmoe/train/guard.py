@@ -78,8 +78,9 @@ class Guard:
     def __call__(self, work: StepWork, sums: StepSums) -> StepVerdict:
         """Decide whether the step's gradients become an update. Collective over the world.
 
-        The checks examine a step whose loss or norm is unusual or not finite. If it still is, the step makes no update
-        with optimizer.skip_spikes. Without it, only a number that is not finite prevents the update.
+        The checks examine a step whose loss or norm is unusual or not finite, and may repeat it. If it still is, the
+        step makes no update with optimizer.skip_spikes. Without, the update is made, or a number that is not finite
+        raises.
 
         Args:
             sums: the step's loss, gradient norm and statistics over all ranks; the gradients are in `.grad`.

@@ -231,8 +231,9 @@ def main(
 ) -> int:
     """Run one rank, from the command line to the end of training, and return its exit code.
 
-    It is 0, 128 plus the number of the signal that stopped training, 1 after a failure, 130 after a KeyboardInterrupt.
-    A refused config ends the process with code 2, and an unexpected error is raised. For `titanmoe score`, which its
+    It is 0, 128 plus the number of the signal that stopped training, 130 after a KeyboardInterrupt, and 1 after a
+    CheckpointError, a NumericalFault or lack of memory, which are printed. A refused config ends the process with code
+    2, and any other error is raised. For `titanmoe score`, which its
     launcher's config tells, log-probabilities are computed instead of training.
 
     Args:

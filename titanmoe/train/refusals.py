@@ -42,7 +42,7 @@ def refusals(config: Config, world: int) -> list[str]:
 
 
 def ranks_per_node(config: Config) -> int:
-    """Return the number of ranks per machine: parallelism.node, or if that is not set the number on this machine."""
+    """Return the number of ranks per machine: parallelism.node, or if that is not set LOCAL_WORLD_SIZE."""
     ranks = config.parallelism.node
     return read_environment().local_world if ranks == -1 else ranks
 

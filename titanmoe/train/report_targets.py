@@ -176,7 +176,8 @@ class TensorBoardWriter:
         Args:
             recipe: the resolved config as TOML.
             step: the number of steps that the run has made already.
-            steps: the step at which the run ends.
+            steps: the step at which the run ends; images of the loads are drawn about 50 times until then.
+            balance_losses: names of the metrics of balance losses, for `chart_name`.
         """
         from torch.utils.tensorboard import SummaryWriter
 

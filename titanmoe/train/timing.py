@@ -61,7 +61,10 @@ class Clock(Observer):
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
-        """Add the time of this context's body to the metric time.NAME; measured contexts inside it do not count."""
+        """Add the time of this context's body to the metric time.NAME.
+
+        Within another such context of this thread it does nothing: the time belongs to the outer one.
+        """
         me = get_ident()
         if me in self._begun:
             yield

@@ -227,7 +227,7 @@ def data_rank_batch(
             samples.
         rows: number of samples in a microbatch (training.local_batch_size).
         multiple: number that the number of microbatches must be a multiple of.
-        offset: number of samples of the step in earlier calls.
+        offset: number of samples of the step in earlier calls, which is added to the samples' numbers.
         per_data_rank: whether each data rank gives samples of its own; their order is that of the data ranks.
 
     Raises:

@@ -92,7 +92,7 @@ class NonFiniteTrace(Observer):
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        """Register the checking hooks on all modules and listen within this context; remove the hooks on exit."""
+        """Register the checking hooks on all modules, and this object as observer; remove them at the end."""
         with ExitStack() as stack:
             for stage in self.passes.stages:
                 for name, module in stage.named_modules():
@@ -202,7 +202,7 @@ def _float_tensors(values: Any) -> list[Tensor]:
 def text_tokenizer(data: Data) -> Tokenizer | None:
     """Return the tokenizer that decodes samples for a message; None for synthetic data and token shards.
 
-    None also if the tokenizer's files are gone. For a data.source other than files it is the byte tokenizer.
+    None also if the tokenizer's files are gone. For data.source = "stdlib" it is the byte tokenizer.
     """
     if data.source == "synthetic" or any(is_shards(Path(entry).expanduser()) for entry in data.paths):
         return None

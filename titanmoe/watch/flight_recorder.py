@@ -68,7 +68,7 @@ class FlightRecord(NamedTuple):
 def read_recorder(group_indices: Mapping[str, int], step_begun: int, previous_begun: int) -> FlightRecord:
     """Return the collectives of this rank's current step, compared with those of the previous step.
 
-    They are not compared, so `differs` is -1, unless the recorder still has all of the previous step.
+    `differs` is -1 if none differs, or if the recorder no longer has all of the previous step to compare with.
 
     Args:
         group_indices: The index of each process group in `name_groups`, by torch's name for it. Collectives of other

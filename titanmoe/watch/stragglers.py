@@ -94,7 +94,7 @@ class Slowest(NamedTuple):
 
 
 def find_slowest(times_NRK: np.ndarray, stage: int, usual_R: np.ndarray | None = None) -> Slowest:
-    """Return the rank that takes longest to compute, compared with its stage, and read data, compared with all ranks.
+    """Return the rank with the largest excess time: in computing over its stage plus in reading data over all ranks.
 
     There always is one; its `is_slow` says whether it is slow enough to matter.
 
@@ -270,7 +270,7 @@ class Stragglers:
     # ---- reporting
 
     def _report_straggler(self, straggler: Straggler, excess_s: float) -> None:
-        """Set `straggler`, and emit an event that names it, its cost and what to look at, unless it was set before."""
+        """Set `straggler`, and emit an event that names it, its cost and what to look at, unless it is the last one."""
         previous, self.straggler = self.straggler, straggler
         same_kind = previous is not None and (previous.cause == "link") == (straggler.cause == "link")
         if same_kind and previous[:2] == straggler[:2]:

@@ -258,7 +258,7 @@ class Watchdog(threading.Thread):
         """Find the late ranks, report them, and end this machine's processes, this one with exit code 1.
 
         Called by the leader of the first machine, or of the second if the first is gone, with the statuses of its
-        machine.
+        machine. It gathers those of the others.
         """
         all_statuses = statuses + self._statuses_of_other_machines()
         verdict = find_late_ranks(all_statuses, self.groups, self.stage)

@@ -168,6 +168,7 @@ class Muon(Optimizer):
 
         Args:
             update: this rank's shard of the orthogonalized and scaled update.
+            lr: the step's rate of weights in no group; that of the weight's group takes its place.
         """
         shard, options, group = self.local_shards[name], self.options, self.groups.get(name, GroupRates())
         decay = weight_decay(name, shard, group, options)
