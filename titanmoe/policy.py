@@ -67,7 +67,7 @@ def group_advantages(
 def token_weights(has_loss_NL: Tensor, by: Normalisation = "token", longest: int = 0) -> Tensor:
     """Return the weight of each token in a mean over a step's samples, float64 (N, L), 0 where there is no loss.
 
-    Samples that were dropped are left out by the caller, or have no token with a loss.
+    A sample that was dropped is left out by the caller, or has no token with a loss and does not count.
 
     Args:
         has_loss_NL: whether a position has a loss, for all samples of the step.

@@ -258,7 +258,7 @@ class UnitTokenizer:
         return tokens_T, weight_T
 
     def _add_entry(self, entry: Record | BadRecord, new_documents: list[Document]) -> int:
-        """Write a record's documents to the shard, or to a new one if they do not fit; return their tokens' count.
+        """Write the documents of a record to the shard, or to a new one if they do not fit; return their tokens' count.
 
         The documents of a record are never divided, so those of more than shard_tokens get a larger shard. Counts the
         record in `progress`, as empty or skipped if it gave no documents.

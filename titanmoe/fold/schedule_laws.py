@@ -98,7 +98,7 @@ def _csv_violations(path: str, rows: list[list[Cell]], pp: int, microbatches: in
     Args:
         path: the file, for messages.
         rows: the cells of each pipeline rank.
-        samples: the samples of one microbatch over all data ranks.
+        samples: the samples of one microbatch over all data ranks, to name a fitting training.global_batch_size.
     """
     problems = []
     if len(rows) != pp:
@@ -158,7 +158,7 @@ def _overlap_violations(config: Config, rows: list[list[Cell]]) -> Iterator[str]
 
 
 def pair_violations(config: Config, pp: int, ep: int, etp: int) -> Iterator[str]:
-    """Yield a message if moe.overlap = "pairs" has no messages to hide, because ep * etp = 1."""
+    """Yield a message if moe.overlap = "pairs" in a pipeline has no messages to hide, because ep * etp = 1."""
     if pp > 1 and config.moe.overlap == "pairs" and ep * etp == 1:
         yield (
             f"{PAIRS} hides the dispatch of tokens to other ranks, but with ep * etp = 1 there is none: set "

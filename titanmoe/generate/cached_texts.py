@@ -219,7 +219,7 @@ class CachedTexts:
         return x_1T
 
     def _take(self) -> int:
-        """Return a page that no text uses, for one text."""
+        """Return a page that no text uses, for one text; if none is free the next number, for which caches grow."""
         if not self.free:
             self.free.append(len(self.num_users))
             self.num_users.append(0)

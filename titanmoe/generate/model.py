@@ -135,7 +135,8 @@ def chat_template_of(trained: TrainedModel, tokenizer: Tokenizer) -> str:
 def samples_config(config: Config, world: int, device: str) -> Config:
     """Return the config that completes prompts in the middle of a run, on the same `world` ranks.
 
-    Attention has the run's tp. Experts are divided among as many ranks as divide them, for the least memory.
+    Attention has the run's tp and neither pp nor cp. Experts are divided among as many ranks as divide them, for the
+    least memory.
 
     Raises:
         ConfigError: the model cannot generate.

@@ -55,7 +55,7 @@ class MemoryNeed:
 def memory_need(config: Config, world: int, per_machine: int, machine: Machine) -> MemoryNeed:
     """Return a lower bound of the memory that a run needs, by the planner's formulas.
 
-    Moments that GPUs offload to the host are left out. For [rl] a rank's fullest moment may be while it generates.
+    Optimizer moments that GPUs offload to the host are left out. A rank of [rl] may be fullest while it generates.
     """
     fold = derive(world, config.parallelism)
     if config.moe.overlap != "auto":  # with halves, which that may become, it is alltoall
@@ -202,8 +202,8 @@ def similar_device(machine: Machine) -> tuple[Device, str]:
     """Return the planner's device for this machine's GPUs, an H100 if it has none, and words on how it was chosen.
 
     Their name decides; if it is unknown, the nearest memory. GPUs with other memory than the device, such as A100s of
-    40 GB, get it with their memory and without its name (""). The words are the device's name in capitals, with how it
-    differs ("A100 but for memory") or why it was taken, if there is something to say.
+    40 GB, get it with their memory and without its name (""). The words are the device's name in capitals; unless name
+    and memory match, with how it differs ("A100 but for memory") or why it was taken.
     """
     h100 = read_device("h100")
     if not machine.gpus:

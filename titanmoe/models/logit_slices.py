@@ -238,7 +238,7 @@ def _slices_backward(
     entropy_scale_T: Tensor | None = None,
     logits: Sequence[Tensor] = (),
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return what `backward_by_slices` does, for the cross-entropy and maybe the entropy.
+    """Return the gradients of x and of the weight, for the cross-entropy and maybe the entropy (`backward_by_slices`).
 
     Args:
         row_T: row of each label in the shard; -1 if the label is not there.

@@ -128,7 +128,7 @@ class AdaptedLinear(Linear):
         return self.adapted(y, x, rows), x
 
     def without_bias(self, x: Tensor) -> Tensor:
-        """Return W x + alpha / r * B A x from this rank's shards, without the bias."""
+        """Return W x + alpha / r * B A x from this rank's shards, without the bias; a partial sum where tp shards x."""
         return self.adapted(super().without_bias(x), x)
 
     def effective_weight(self) -> Tensor:

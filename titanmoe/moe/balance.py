@@ -129,7 +129,7 @@ class Balance(nn.Module):
 
 @torch.no_grad()
 def update_expert_bias(routers: Mapping[int, Router], loads: Mapping[int, Tensor], rate: float) -> None:
-    """Move each router's expert_bias by `rate` towards even loads, in place: up for experts below the mean load.
+    """Move each router's expert_bias by `rate`, in place: up for experts below the mean load, down for those above.
 
     Frozen routers are left out, and nothing happens if `rate` is 0. `loads` has how often each expert was chosen in the
     step on all ranks, (E,); both dicts are by the number of the layer's block. Sends nothing.

@@ -93,8 +93,8 @@ class QuantisedWeights:
 def plain_scaled_grouped_mm(x: Quantised, w: Quantised, sizes: list[int]) -> Tensor:
     """Multiply the quantised tokens of each expert by its transposed weight, by a loop over experts in float32: (R, F).
 
-    The reference of `torch._scaled_grouped_mm`. `w` has the weights (e, F, D), `sizes` the number of each expert's
-    tokens, R together.
+    The reference of `torch._scaled_grouped_mm`, rounded to `x.dtype`. `w` has the weights (e, F, D), `sizes` the number
+    of each expert's tokens, R together.
     """
     rows = (x.q.to(torch.float32) * x.scale.unsqueeze(1)).split(sizes)
     weights = w.q.to(torch.float32) * w.scale.unsqueeze(2)

@@ -57,7 +57,7 @@ class Router(nn.Module):
 
     @named("router")
     def forward(self, x_TD: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Route this rank's tokens, and write the router's own choice into `tokens.routes_TNK`, if there is one.
+        """Route this rank's tokens, and write the router's own choice into `tokens.routes_TNK`, if that is not None.
 
         Call `begin_step` before the first forward of a step. With gradients, moe.jitter multiplies tokens by noise.
 
@@ -76,7 +76,7 @@ class Router(nn.Module):
         return logits_TE, *(self._fused if in_kernel else self._plain)(logits_TE, tokens)
 
     def _record(self, chosen_TK: Tensor, tokens: Tokens) -> None:
-        """Write the router's own choice into `tokens.routes_TNK`, if there is one.
+        """Write the router's own choice into its layer's place in `tokens.routes_TNK`, if that is not None.
 
         Does nothing in multi-token prediction.
         """

@@ -34,8 +34,8 @@ def uses_terms(setting: str, x_TD: Tensor, router_dtype: torch.dtype) -> bool:
 def plain_bfloat16_terms(x_RC: Tensor, backwards: bool) -> Tensor:
     """Split float32 numbers into three bfloat16 terms that sum to them: (R, 4, C), the first term twice.
 
-    The order along dim 1 is first, first, second, third; reversed if `backwards`. So the two operands of a product find
-    the terms that they multiply side by side.
+    The order along dim 1 is first, first, second, third; reversed if `backwards`. The last three of g reversed and the
+    first three of w in order meet as in the formula of dx.
     """
     first = x_RC.bfloat16()
     rest = x_RC - first

@@ -321,8 +321,9 @@ def _gla(q: Tensor, k: Tensor, v: Tensor, decays: _Decays) -> tuple[Tensor, Tens
 def _gla_weights(q: Tensor, k: Tensor, since: Tensor) -> Tensor:
     """Return the weight (..., C, C) of each earlier token in each token's output: sum over k of q k e^(decay).
 
-    The decay is that between the two tokens. Later tokens get 0, but earlier ones of other documents do not. First each
-    token with itself, then chunks twice as long each time, whose decays add up at the first half's end.
+    The decay is that between the two tokens; `since` is the sum of its logarithms since the chunk's begin. Later tokens
+    get 0, but earlier ones of other documents do not. First each token with itself, then chunks twice as long each
+    time, whose decays add up at the first half's end.
     """
     weights = (q * k).sum(-1, keepdim=True).unsqueeze(-1).expand(*since.shape[:-1], 1, 1)
     while (half := weights.shape[-1]) < since.shape[-2]:

@@ -183,7 +183,8 @@ def _cast(out: Tensor, dtype: torch.dtype) -> Tensor:
 def _sinks_grad(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor | None:
     """Return the gradient of the sinks' logits s, (H,), or None without sinks.
 
-    It is the sum over this rank's queries, not yet over cp, of p * (0 - grad . out), where p = exp(s - lse).
+    It is the sum over this rank's queries, not yet over cp, of p * (0 - grad . out), where p = exp(s - lse); lse
+    includes the sinks.
     """
     if sinks is None:
         return None

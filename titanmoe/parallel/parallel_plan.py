@@ -181,7 +181,8 @@ def with_patterns(rows: Plan) -> Plan:
     """Return the plan with one row, by a pattern, for the modules of equal name and style in several layers.
 
     Args:
-        rows: styles by path, such as "layers.3.attention.wq"; the patterns are such as "layers.*.attention.wq".
+        rows: styles by path, such as "layers.3.attention.wq". Patterns are such as "layers.*.attention.wq", with the
+            layers' numbers in braces in place of * if not all layers have the row.
     """
     by_style: dict[tuple[str, str], list[str]] = {}
     for path, style in rows.items():

@@ -155,7 +155,7 @@ class Pipeline:
         """Run all microbatches of a step and return this rank's sum of their losses, a float64 scalar.
 
         The sum is 0 on ranks without the last stage. Collective over the world, by the pipeline, the layers and FSDP.
-        On GPUs the first call also loads all kernels, by a forward and backward without a trace.
+        On GPUs the first call also loads all kernels, by a forward and backward that change nothing.
 
         Args:
             slices: this rank's slices of the microbatches, as many as the engine was made for.

@@ -86,7 +86,7 @@ def _recompute_moe(block: Block, moe: MoE, dispatches_twice: bool, in_one_graph:
 
     moe, full               `feed` with its dispatch, to the end of the experts' products
     full_except_dispatch    `feed` without its dispatch, to the products, which are a region of their own
-    the same in one graph   the products alone
+    the same, if compile makes the layer one graph: the products alone
     """
     if not dispatches_twice:
         _checkpoint_products(moe)

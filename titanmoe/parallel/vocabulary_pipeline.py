@@ -157,7 +157,7 @@ class VocabularyPasses:
 
     @contextmanager
     def step(self, slices: Sequence[BatchSlice], microbatch_loss: MicrobatchLoss, backward: bool) -> Iterator[None]:
-        """Run passes within this context, for a step. Its last backward sums the gradients over data ranks.
+        """Run passes within this context, for a step. The last backward pass sums their gradients over data ranks.
 
         Afterwards `losses` has each microbatch's loss on ranks of the last stage. Collective over the data ranks.
 

@@ -146,8 +146,8 @@ class BlockCosts(AttentionCosts):
     ) -> tuple[Cost, Cost]:
         """Return the costs (forward, backward) of a MoE layer for one microbatch.
 
-        Norm, router, dispatch and combine, adapters and the shared expert are included; of the last neither launches
-        nor half of the memory-bound work. Messages are what computation does not hide.
+        Norm, router, dispatch and combine, adapters and the shared expert are included; of the shared expert neither
+        launches nor half of the memory-bound work. Messages are what computation does not hide.
 
         Args:
             sample_ranks: ranks that a sample is divided among, tp x cp.
@@ -208,9 +208,9 @@ class BlockCosts(AttentionCosts):
     def _router_product(self, T: float) -> float:
         """Return the seconds of the router's product of T tokens in forward.
 
-        It is in float32, four times as long as in 16 bits; or in 16 bits with the weight split into three addends,
-        which makes three times the columns, and their sum in float32 (docs/benchmarks.md, "The roofline of a layer,
-        counted").
+        It is in float32, four times as long as in 16 bits; or if recipe and stack do so in 16 bits with the weight
+        split into three addends, which makes three times the columns, and their sum in float32 (docs/benchmarks.md,
+        "The roofline of a layer, counted").
         """
         E, D = self.model.num_experts, self.model.dim
         if not (self.stack.router_in_parts and splits_router_product(self.config)):
@@ -232,7 +232,7 @@ class BlockCosts(AttentionCosts):
         return tokens, R / tokens
 
     def _expert_products(self, R: float, ep: int, etp: int) -> float:
-        """Return the seconds of the forward products of a rank's experts in one MoE layer, for R routed tokens in all.
+        """Return the seconds of the forward products of a rank's experts in one MoE layer, for its R routed tokens.
 
         It is at least the time to read each expert's weights.
         """
@@ -245,11 +245,12 @@ class BlockCosts(AttentionCosts):
         return max(products, local_experts * 3 * D * F * self.w / (self.device.bandwidth * self.factors.memory))
 
     def recomputed(self, forward: Cost, mode: str) -> Cost:
-        """Return the cost that backward adds by recomputing attention or a dense network, "selective" also a MoE layer.
+        """Return the cost that recomputing adds to the backward of attention or a feed-forward layer.
 
         Args:
-            forward: cost of its forward.
-            mode: mode of recomputation; "moe" and "none" add nothing.
+            forward: cost of the layer's forward.
+            mode: "selective" adds the stack's fractions of its products and memory-bound work, "moe" and "none"
+                nothing, others all of it.
         """
         if mode in FULL:
             return forward

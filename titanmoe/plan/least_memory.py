@@ -95,13 +95,14 @@ class LeastMemory:
         return self.config.model.num_layers // fold.pp
 
     def _dense_blocks(self, fold: Fold) -> int:
-        """Return the most blocks without experts that the first rank can have among that number."""
+        """Return the most blocks without experts that the first rank can have among its `_blocks`."""
         return sum(block < self._blocks(fold) for block in self.dense_blocks)
 
     def _saved_of_blocks(self, fold: Fold, samples: int) -> list[float]:
         """Return the bytes that a rank's blocks save at least of a microbatch, one number for each of RECOMPUTE_MODES.
 
-        The rank is the first, with all the dense networks that it can have. In halves half a block less is saved.
+        The rank is the first, with all the dense networks that it can have. With overlap in halves, half a block less
+        is saved.
         """
         model, training = self.config.model, replace(self.config.training, local_batch_size=samples)
         shared = fold.tp if model.shared_hidden else 1  # tp matters to experts only through the shared one

@@ -118,6 +118,8 @@ class Links:
     def relay(self, group: LinkGroup, across: float, inside: float) -> float:
         """Return the seconds of an exchange by one-sided kernels (HybridEP).
 
+        It is the longer of NVLink's time, and the network's with half of NVLink's.
+
         Args:
             group: the ranks that exchange.
             across: bytes that a rank sends out of its domain.

@@ -79,7 +79,7 @@ def rank_memories(
 
 
 def _teacher_bytes(s: Widths, only_ends: bool) -> list[int]:
-    """Return for each pipeline rank the bytes of a teacher's weights and outputs; [] without a teacher."""
+    """Return for each pipeline rank, or its `only_ends`, the bytes of a teacher's weights and outputs; [] if none."""
     options = s.config.distillation
     if not options.teacher:
         return []

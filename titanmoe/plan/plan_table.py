@@ -78,7 +78,7 @@ def time_cells(label: str, mapping: PricedMapping, device: Device) -> tuple[str,
 
 
 def option_cells(label: str, mapping: PricedMapping) -> tuple[str, ...]:
-    """Return the cells of a mapping under OPTIONS_HEAD and with [rl] GENERATOR_HEAD."""
+    """Return the cells of a mapping under OPTIONS_HEAD, and with [rl] those under GENERATOR_HEAD after them."""
     config, fold = mapping.config, mapping.fold
     schedule = config.pipeline.schedule + " in pairs" * (config.moe.overlap == "pairs")
     schedule += " with vocab" * (config.parallelism.vocab == "pipeline")

@@ -183,7 +183,7 @@ class Sizes:
 
         Args:
             fold: degrees, of which tp, ep, etp and edp matter.
-            vocabulary: ranks that shard the vocabulary, rounded up; 0 for those of tp.
+            vocabulary: ranks that shard the vocabulary, whose rows per rank are rounded up; 0 for those of tp.
         """
         self.model, self.tuning = model, tuning
         self._key = ModelKey.of(model)

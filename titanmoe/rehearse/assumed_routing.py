@@ -214,6 +214,7 @@ class IntegerMessages:
 
         Args:
             template: A dispatcher of the model, whose sizes the others have.
+            node: Number of ranks per machine.
             symmetric: Whether the dispatchers use symmetric memory, as in a step whose buffers do not overflow.
         """
         self.routing, self.dispatcher_type, self.template, self.node = routing, dispatcher_type, template, node

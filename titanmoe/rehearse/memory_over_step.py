@@ -131,7 +131,10 @@ class Ledger(Observer):
         self._not_on_device |= {x.untyped_storage()._cdata for x in local_tensors(list(values))}
 
     def note(self, out: Any, site: CodeSite) -> None:
-        """Record the new storages of an operation's results as allocated at `site`; count it if it is in backward."""
+        """Record the new storages of an operation's results as allocated at `site`.
+
+        Adds 1 to `backward` for an operation of the backward pass.
+        """
         if site.phase in ("backward", "recomputed"):
             self.backward += 1
         for x in local_tensors(out):

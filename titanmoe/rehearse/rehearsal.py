@@ -167,8 +167,8 @@ def _assume_routing(
 
     Returns:
         The integers that dispatchers send each other; None if the rank has no MoE layer, or expert buffers are padded.
-        With symmetric memory those of passes that use it become the `counts` of its buffers, and those of repeated
-        passes are returned.
+        With symmetric memory those of passes that use it become the `counts` of its buffers; those of passes that
+        are repeated without it, after an overflow, are returned.
     """
     if not training.moe_layers:
         return None

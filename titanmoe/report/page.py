@@ -237,7 +237,7 @@ def _quizzes(runs: list[Run]) -> Iterator[str]:
 
 
 def _samples(runs: list[Run]) -> Iterator[str]:
-    """Yield an HTML table for each run with [validation.samples]: completions of the first and the last ten steps."""
+    """Yield an HTML table for each run with [validation.samples]: completions of the first step and of the last ten."""
     for run in runs:
         samples = [event for event in run.events if event["kind"] == "samples"]
         if not samples:
@@ -251,7 +251,7 @@ def _samples(runs: list[Run]) -> Iterator[str]:
 
 
 def _rollouts(runs: list[Run]) -> Iterator[str]:
-    """Yield HTML with completions of reinforcement learning and their rewards, of a run's first and last three steps.
+    """Yield HTML with completions of [rl] and their rewards: of each run's first step, and of its last three.
 
     They are those in rollouts.jsonl, which has only some of a training step. Nothing for runs without any.
     """

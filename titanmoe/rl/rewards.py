@@ -150,7 +150,7 @@ def parse_reply(line: bytes) -> Reward:
     """Return the reward or message in a worker's line of JSON, or NaN with the reason why it has none.
 
     A message without a reward has NaN and a `problem`, too, for the case that the completion cannot go on. A reward of
-    LARGEST (1e30) or more, or NaN, counts as none.
+    magnitude LARGEST (1e30) or more, or NaN, counts as none.
 
     Args:
         line: a number, {"reward": NUMBER}, {"message": TEXT} or both, perhaps with "role", or {"error": TEXT}.

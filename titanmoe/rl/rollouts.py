@@ -70,7 +70,7 @@ class Rollout:
         return "\n".join(self.turns)
 
     def add_turn(self, generated: Generated, text: str) -> None:
-        """Append what the model generated to the completion; `is_cut` tells if that ended because of its length."""
+        """Append a turn that the model generated, whose decoded text is `text`; set `is_cut` if its length ended it."""
         routes = torch.cat(generated.routes)
         # Tokens of earlier turns were read again, but keep the experts with which they were chosen.
         self.routes = routes if self.routes is None else torch.cat([self.routes, routes[len(self.routes) :]])
@@ -98,9 +98,9 @@ def advantages_and_weights(rollouts: Sequence[Rollout], options: RL, longest: in
     """Return the advantage of each completion, and the weight in the loss of each token of it that the model chose.
 
     Both lists have a number per completion, in the order of the completions. Weights are those of a mean over the step
-    by rl.normalisation, already divided: 1 / all tokens with "token". Completions without a reward have advantage and
-    weight 0 and take no part in the mean of their prompt. Completions that were cut take part: their reward is lowered
-    by rl.cut_penalty, and their weight is 0 if rl.cut is "mask".
+    by rl.normalisation, already divided: with "token" 1 / all tokens of weight above 0. Completions without a reward
+    have advantage and weight 0 and take no part in the mean of their prompt. Completions that were cut take part: their
+    reward is lowered by rl.cut_penalty, and their weight is 0 if rl.cut is "mask".
 
     Args:
         rollouts: all completions of a step.
@@ -184,9 +184,9 @@ def summary(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Return metrics of one completion or more by name.
 
     Returns:
-        "rl.reward" (mean; 0 without any), "rl.unrewarded" (number of completions without one), "rl.length" (mean tokens
-        that the model chose), "rl.turns" (mean), "rl.cut" (fraction of completions that were cut), "rl.equal_rewards"
-        (fraction of prompts whose completions all have the same reward, or none).
+        "rl.reward" (mean of those that have one; 0 if none has), "rl.unrewarded" (number of completions without one),
+        "rl.length" (mean tokens that the model chose), "rl.turns" (mean), "rl.cut" (fraction of completions that were
+        cut), "rl.equal_rewards" (fraction of prompts whose completions all have the same reward, or none).
     """
     rewards = [one.reward for one in rollouts if not math.isnan(one.reward)]
     by_prompt: dict[int, set[float]] = {}

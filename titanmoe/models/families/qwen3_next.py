@@ -101,7 +101,7 @@ KINDS = hf.Conversion(("layer_types", "full_attention_interval"), _read_kinds, _
 
 
 def qkv_rows(model: Model) -> tuple[int, ...]:
-    """Return the numbers of rows of queries, keys and values of all heads in a weight that fuses the three."""
+    """Return the numbers of rows of queries, keys and values of all heads in a DeltaNet weight that fuses the three."""
     heads = Heads.of(model)
     return heads.key_width, heads.key_width, heads.value_width
 

@@ -17,8 +17,8 @@ from titanmoe.models.mixers.mixer_spec import ClippedRows, LocalBatch, MatrixRow
 def attention_output_bytes(heads: int, value_dim: int, batch: LocalBatch, sinks: bool) -> int:
     """Return the bytes of attention's output and log-sum-exp that one rank saves for backward of a microbatch.
 
-    Sinks make a second output from both, except in ring attention. Its output has heads before positions, and is copied
-    for the output projection. `heads` are the query heads of the rank.
+    Sinks make a second pair of these from the first, except in ring attention. The ring's output has heads before
+    positions, and is copied for the output projection. `heads` are the query heads of the rank.
     """
     output, sums = batch.positions * heads * value_dim * batch.width, batch.positions * heads * 4
     if batch.ring:

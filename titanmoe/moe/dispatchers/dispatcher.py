@@ -123,7 +123,7 @@ class SharedBuffers:
         """Return whether the step has to be computed once more without the buffers. The same on all ranks.
 
         `ranks` is the number of ranks of the world that set `needs_repeat` in this step. The caller repeats it and
-        counts.
+        counts the repeats.
         """
         return ranks > 0
 

@@ -131,7 +131,10 @@ class HierarchicalExchange:
         return self.node_exchange
 
     def receive_routed(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Run the second hop, wait for it, and return the routed tokens of this rank's experts. Not after `relay`."""
+        """Run the second hop, wait for it, and return the routed tokens of this rank's experts. Not after `relay`.
+
+        They are tokens (R, D), their weights (R, 1) and each local expert's number of them (e,).
+        """
         return self.relay().receive_routed()
 
     def combine(self, y_RD: Tensor) -> Tensor:

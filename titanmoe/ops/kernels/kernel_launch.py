@@ -42,7 +42,7 @@ def tile_shape(width: int, elements: int) -> tuple[int, int]:
 
 
 def expert_tile(experts: int, elements: int, min_rows: int = 1) -> dict[str, int]:
-    """Return a kernel's constants by name: E, the experts; P, the power of two above; ROWS of a tile of P columns.
+    """Return a kernel's constants by name: E, the experts; P, their next power of two; ROWS of a tile of P columns.
 
     Args:
         elements: the elements of the tile, a power of two, or more if `min_rows` rows have more.

@@ -33,7 +33,7 @@ def angles(cos, sin, offset, SIGN: tl.constexpr, HALF: tl.constexpr, P: tl.const
         offset: offset of the token's first angle.
         SIGN: 1, or -1 to rotate by the opposite angles.
         HALF: half the width of a head, the number of angles.
-        P: the power of two above HALF.
+        P: HALF rounded up to a power of two.
     """
     i = tl.arange(0, P)
     c = tl.load(cos + offset + i, mask=i < HALF, other=0.0).to(WIDE)[None, :]
@@ -53,7 +53,7 @@ def rotate_heads(x, out, c, s, HEADS: tl.constexpr, per_head, out_head, HALF: tl
         per_head: elements from one head of x to the next.
         out_head: elements from one head of `out` to the next.
         HALF: half the width of a head.
-        P: the power of two above HALF.
+        P: HALF rounded up to a power of two.
         ROWS: the heads that are rotated at a time.
     """
     i = tl.arange(0, P)[None, :]

@@ -7,7 +7,7 @@ scores, r the chosen ones' weights before normalisation, g their gradient, S the
     softmax      dlogit = s * (g - sum s * g)
     sigmoid      dlogit = s * (1 - s) * g
 
-Shapes: T tokens, E experts (P: the power of two above), K top-k, G groups, B samples.
+Shapes: T tokens, E experts (P: rounded up to a power of two), K top-k, G groups, B samples.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _best_groups(key, e, E: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, TOP
     Args:
         key: score plus expert_bias of each expert.
         e: the numbers of the experts.
-        GP: the power of two above G.
+        GP: G rounded up to a power of two.
         TOP: the number of groups to choose.
         TWO: whether two keys rate a group.
     """

@@ -3,7 +3,7 @@
 Reference: `titanmoe.moe.layer_statistics.entropy_and_count`. A program has a few tokens and all their experts, and
 writes its own two sums, which are added up afterwards, so no sum depends on the order of execution.
 
-Shapes: T tokens, E experts (P: the power of two above), N programs.
+Shapes: T tokens, E experts (P: rounded up to a power of two), N programs.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ References: `assign_unpadded_slots` and `order_by_expert` in `titanmoe.moe.send_
 and, within one, by token. They are counted in blocks of consecutive choices; cumulative sums of the counts, by expert
 and then by block, say where a block's choices for an expert begin. No sort and no atomics: each number is written once.
 
-Shapes: T tokens, K choices of a token, N = T * K choices, E experts (P: the power of two above), G ranks, e local
+Shapes: T tokens, K choices of a token, N = T * K choices, E experts (P: rounded up to a power of two), G ranks, e local
 experts, J = G * e.
 """
 
