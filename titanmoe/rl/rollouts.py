@@ -184,7 +184,7 @@ def summary(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Return metrics of one completion or more by name.
 
     Returns:
-        "rl.reward" (mean of those that have one; 0 if none has), "rl.unrewarded" (number of completions without one),
+        "rl.reward" (mean of rewarded completions; 0 without any), "rl.unrewarded" (number of completions without one),
         "rl.length" (mean tokens that the model chose), "rl.turns" (mean), "rl.cut" (fraction of completions that were
         cut), "rl.equal_rewards" (fraction of prompts whose completions all have the same reward, or none).
     """
