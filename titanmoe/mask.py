@@ -254,7 +254,7 @@ def _pairs(
 
 
 def _query_blocks(chunk: slice, until: np.ndarray, most: int) -> Iterator[slice]:
-    """Yield ranges of queries, in order, that are computed together: several short branches, or a long one in blocks.
+    """Yield ranges of queries computed together, in order: branches of up to BLOCK in all, or a longer one in blocks.
 
     Args:
         chunk: positions of the chunk of queries.

@@ -71,12 +71,12 @@ class Fold:
 
     @property
     def attention_axes(self) -> dict[str, int]:
-        """The number of ranks on every axis of the attention view by name, outermost first."""
+        """The number of ranks on every axis of the attention view by name, from pp, the outermost, to tp."""
         return {name: getattr(self, name) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp")}
 
     @property
     def expert_axes(self) -> dict[str, int]:
-        """The number of ranks on every axis of the expert view by name, outermost first."""
+        """The number of ranks on every axis of the expert view by name, from pp, the outermost, to etp."""
         return {name: getattr(self, name) for name in ("pp", "edp_replicate", "edp", "ep", "etp")}
 
 
@@ -115,9 +115,10 @@ def default_edp_replicate(dp_replicate: int, expert_data_ranks: int) -> int:
 
 
 def derive(world: int, parallelism: Parallelism) -> Fold:
-    """Compute the degrees of all axes from a [parallelism] table, where -1 stands for what fits, and `world` ranks.
+    """Compute the degrees of all axes from a [parallelism] table and the number of ranks, `world`.
 
-    With stage = world / pp: dp_shard = stage / (dp_replicate * cp * tp), and edp = stage / (edp_replicate * ep * etp).
+    dp_shard, edp_replicate and edp may be -1, which stands for what fits. With stage = world / pp,
+    dp_shard = stage / (dp_replicate * cp * tp), and edp = stage / (edp_replicate * ep * etp).
     The laws of model and batch are not checked.
 
     Raises:

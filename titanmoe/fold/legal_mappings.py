@@ -156,9 +156,9 @@ def refit(world: int, parallelism: Parallelism) -> tuple[Parallelism, str]:
     """Adapt the degrees of a recipe to another number of ranks, for a run that is restarted on it.
 
     Only data parallelism adapts, because only that leaves what a rank computes unchanged: dp_shard first, then
-    dp_replicate; for the experts edp, then edp_replicate. Degrees that fit, or are not numbers of ranks, are returned
-    unchanged. The result depends on the recipe and the world alone, so a world that shrinks and grows again returns to
-    its first mapping.
+    dp_replicate; for the experts edp, then edp_replicate. The table is returned unchanged if its degrees fit, or if one
+    is illegal in any world, such as 0. The result depends on the recipe and the world alone, so a world that shrinks
+    and grows again returns to its first mapping.
 
     Returns:
         The adapted [parallelism], and a line for the log that says what changed; "" if nothing did.

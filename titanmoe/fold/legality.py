@@ -146,10 +146,10 @@ def _ulysses(config: Config, cp: int, tp: int) -> Iterator[str]:
 
 
 def _products(config: Config, etp: int) -> Iterator[str]:
-    """Yield a message for each width of experts' weights that the chosen products do not support.
+    """Yield a message for each width of experts' weights that the chosen matrix products do not support.
 
-    Rows are a multiple of 16 bytes for moe.grouped_mm = "grouped" ("auto" is not checked), and of 16 elements for a
-    moe.expert_dtype of 8 bits.
+    Rows have to be a multiple of 16 bytes for moe.grouped_mm = "grouped" ("auto" is not checked), and of 16 elements
+    for a moe.expert_dtype of 8 bits.
     """
     moe, model, dtype = config.moe, config.model, config.training.mixed_precision_param
     widths = {"model.expert_hidden / etp": model.expert_hidden // etp, "model.dim": model.dim}

@@ -91,7 +91,8 @@ class Communicators:
     def placeholder(self) -> dist.ProcessGroup:
         """A process group of this rank alone, for axes along which nothing is sent.
 
-        It has no thread, socket or communicator. In a world of one rank it is the default group.
+        It has no thread, socket or communicator, and making it needs no other rank. In a world of one rank it is the
+        default group.
         """
         if dist.get_world_size() == 1:
             return dist.group.WORLD

@@ -179,7 +179,7 @@ class _Strip:
     ) -> Text:
         """Append a labelled bar for each run of neighbouring ranks with equal labels to `line`, and return it.
 
-        A bar may go on in other lines.
+        A bar that goes on in another line is open at that end.
 
         Args:
             line: the text to append to.

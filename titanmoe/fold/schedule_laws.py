@@ -139,6 +139,7 @@ def _overlap_violations(config: Config, rows: list[list[Cell]]) -> Iterator[str]
     It needs DualPipeV, or a file with pairs, each of which is a forward and a full backward of two stages.
 
     Args:
+        config: a recipe with moe.overlap = "pairs", which is not checked.
         rows: the cells of each pipeline rank, if the schedule is from a file; else empty.
     """
     options = config.pipeline

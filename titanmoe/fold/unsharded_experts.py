@@ -34,7 +34,7 @@ def has_compute_copies(training: Training) -> bool:
 
 
 def accumulation_violations(config: Config, edp: int) -> Iterator[str]:
-    """Yield a message if moe.accumulate_weight_gradients is set but has no effect, with the reason."""
+    """Yield a message if moe.accumulate_weight_gradients is set in vain: no layer has experts, or FSDP has them."""
     if not config.moe.accumulate_weight_gradients:
         return
     wrong, fix = "", "set it to false"

@@ -37,7 +37,7 @@ class PerToken:
         self.x: Tensor | None = None
         """The vectors by page, (pages, G, PAGE, h); None before the first prompt."""
 
-    def read_prompts(self, x_1TGh: Tensor) -> None:
+    def add_prompts(self, x_1TGh: Tensor) -> None:
         """Store the vectors of new prompts, one after another in the forward, in the pages that `texts` assigns."""
         self._store(x_1TGh[0, self.texts.source_W])
 
@@ -80,7 +80,7 @@ class PerWindow:
         self.x: Tensor | None = None
         """The vectors, (B, G, L, h), zeros before a text's first position; None before the first prompt."""
 
-    def read_prompts(self, x_1TGh: Tensor) -> None:
+    def add_prompts(self, x_1TGh: Tensor) -> None:
         """Append the last positions of new prompts, one after another in `x_1TGh`, once for each of their texts."""
         x_TGh, stored = x_1TGh[0], 0 if self.x is None else self.x.shape[2]
         length = max(stored, min(self.window - 1, max(self.texts.num_new, default=0)))
@@ -122,7 +122,7 @@ class PerText:
         self.x: Tensor | None = None
         """The states, (B, ...); None before the first prompt."""
 
-    def read_prompts(self, x_P: Tensor) -> None:
+    def add_prompts(self, x_P: Tensor) -> None:
         """Add the state after its prompt for each text of the new prompts; x_P has one for each prompt."""
         x_B = x_P[self.texts.prompt_B]
         self.x = x_B if self.x is None else torch.cat((self.x, x_B))
@@ -160,7 +160,7 @@ class Cache(ABC):
     @staticmethod
     @abstractmethod
     def size(model: Model, layer: int, tp: int) -> CacheSize:
-        """Return the size of block number `layer`'s cache on a rank of a tp group of `tp` ranks."""
+        """Return the size, in numbers, of block number `layer`'s cache on a rank of a tp group of `tp` ranks."""
 
     def select_texts(self, text_B: Tensor) -> None:
         """Keep the cache of the texts with these indices only, when others have ended."""

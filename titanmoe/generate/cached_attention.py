@@ -45,7 +45,7 @@ class CachedKeys(Cache):
         if texts.reads_prompts:
             if not self.stored:
                 self.stored = [PerWindow(texts, mask.window) if mask.window else PerToken(texts)]
-            self.stored[0].read_prompts(torch.cat((k_1TGh, v_1TGv), -1))
+            self.stored[0].add_prompts(torch.cat((k_1TGh, v_1TGv), -1))
             return within_prompts(self.attend, texts, q_1THh, k_1TGh, v_1TGv, mask, sinks_H=sinks_H)
         q_BnHh, kv_1TGc = texts.split(q_1THh), torch.cat((k_1TGh, v_1TGv), -1)
         k_BGLh, v_BGLv = self.stored[0].add(texts.split(kv_1TGc)).split((k_1TGh.shape[-1], v_1TGv.shape[-1]), -1)
@@ -76,7 +76,7 @@ class CachedLatents(Cache):
         mixer, texts = self.mixer, self.texts
         key_1T1c = torch.cat((latent_1Tr.unsqueeze(2), rotate(key_1Tp.unsqueeze(2), rope, mixer.kernels)), -1)
         if texts.reads_prompts:
-            self.stored[0].read_prompts(key_1T1c)
+            self.stored[0].add_prompts(key_1T1c)
             return self.mix(source_1Tr, latent_1Tr, key_1Tp, rope, mask)
         wn_Hnr, wv_Hvr = (
             mixer.wkv_b.effective_weight().unflatten(0, (-1, sum(mixer.key_value))).split(mixer.key_value, 1)

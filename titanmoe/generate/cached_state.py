@@ -41,7 +41,7 @@ class CachedState(Cache):
     def __call__(self, qkv: Sequence[Tensor], decay: Tensor, beta_1TH: Tensor | None, mask: Mask) -> Tensor:
         texts = self.texts
         if texts.reads_prompts:
-            return self.read_prompts(qkv, decay, beta_1TH)
+            return self.add_prompts(qkv, decay, beta_1TH)
         qkv, gates = ([None if x is None else texts.split(x) for x in xs] for xs in (qkv, (decay, beta_1TH)))
         missing = [self.mixer.heads.conv_width - 1 - each.x.shape[2] for each in self.inputs]
         before = [F.pad(each.x.squeeze(1), (0, 0, n, 0)) for each, n in zip(self.inputs, missing, strict=True)]
@@ -50,7 +50,7 @@ class CachedState(Cache):
         out_BnHv, self.state.x = self.run(self.state.x, before, qkv, *gates)
         return texts.join(out_BnHv, decay.shape[1])
 
-    def read_prompts(self, qkv: Sequence[Tensor], decay: Tensor, beta_1TH: Tensor | None) -> Tensor:
+    def add_prompts(self, qkv: Sequence[Tensor], decay: Tensor, beta_1TH: Tensor | None) -> Tensor:
         """Add new prompts to the cache, one by one because their lengths differ; return the mixer's output.
 
         Args:
@@ -64,7 +64,7 @@ class CachedState(Cache):
         """
         texts, heads = self.texts, self.mixer.heads
         for each, x_1TC in zip(self.inputs, qkv, strict=True):
-            each.read_prompts(x_1TC.unsqueeze(2))
+            each.add_prompts(x_1TC.unsqueeze(2))
         before = [x.new_zeros(1, heads.conv_width - 1, x.shape[-1]) for x in qkv]
         out_1THv = torch.zeros_like(qkv[2]).unflatten(2, (-1, heads.value_dim))
         state_PHkv = decay.new_zeros(len(texts.spans), out_1THv.shape[2], heads.key_dim, heads.value_dim)
@@ -72,7 +72,7 @@ class CachedState(Cache):
             prompt, gates = ([None if x is None else x[:, first:end] for x in xs] for xs in (qkv, (decay, beta_1TH)))
             state_1Hkv = state_PHkv[number : number + 1]
             out_1THv[:, first:end], state_1Hkv[:] = self.run(state_1Hkv, before, prompt, *gates)
-        self.state.read_prompts(state_PHkv)
+        self.state.add_prompts(state_PHkv)
         return out_1THv
 
     def run(

@@ -81,7 +81,7 @@ class CachedTexts:
         self.prompt_B = self.to_int64(self.prompts)
 
     def begin_tokens(self, count: int = 1) -> None:
-        """Prepare for a forward of `count` more tokens of each text, and take the pages that they need.
+        """Prepare for a forward of `count` more tokens of each text, and take the pages that they need, free or new.
 
         Only `end_forward` counts them as cached.
         """
@@ -190,13 +190,16 @@ class CachedTexts:
         return self._head_pages[heads]
 
     def positions(self) -> Tensor:
-        """Return the positions (T,) of the forward's tokens in their texts."""
+        """Return the positions in their texts of the forward's tokens, (T,), without padding for tp."""
         if self.reads_prompts:
             return self.to_int64([place for count in self.num_new for place in range(count)])
         return self.place_Bn.flatten()
 
     def last_tokens(self) -> Tensor | slice:
-        """Return the index of each prompt's or text's last token among the concatenated tokens of the forward."""
+        """Return the index of each prompt's or text's last token among the concatenated tokens of the forward.
+
+        They are a tensor in a forward of prompts, else a slice.
+        """
         if self.reads_prompts:
             return self.to_int64([end - 1 for _, end in self.spans])
         B, n = self.place_Bn.shape

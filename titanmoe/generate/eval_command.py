@@ -120,9 +120,9 @@ def _weights_and_adapters(run: Path, adapter: Path | None) -> tuple[Path | None,
 
 
 def _find_tasks(names: list[str], folder: str | None) -> tuple[list[str], Any]:
-    """Return the harness's tasks of these names, and its task manager; ConfigError if it lacks one.
+    """Return the names of the harness's tasks that match, and its task manager; ConfigError if a name matches none.
 
-    `folder` has more tasks; None for the harness's alone.
+    `names` may have wildcards. `folder` has more tasks; None for the harness's alone.
     """
     from lm_eval.tasks import TaskManager
 

@@ -258,9 +258,10 @@ class Generator:
 
     @torch.no_grad()
     def _advance(self, work: _Work) -> list[Generated]:
-        """Run a forward and add a token to each text that it read; return texts that end. Collective over the world.
+        """Run a forward and add a token to each text that it read; return this rank's texts that end.
 
         It reads new prompts if there is room for any, while running texts wait; else the last token of each of these.
+        Collective over the world.
         """
         running = work.running
         if prompts := work.next_prompts():

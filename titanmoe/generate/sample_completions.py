@@ -53,8 +53,8 @@ class SampleCompletions(Evaluation):
         """Complete the prompts. Collective over the world.
 
         Returns:
-            "samples", a dict for each prompt with "prompt", "completion", "tokens" (their number) and "end" ("eos" or
-                "length"); and "samples_s", the seconds that it took.
+            On every rank: "samples", a dict for each prompt with "prompt", "completion", "tokens" (their number) and
+                "end" ("eos" or "length"); and "samples_s", the seconds that it took.
         """
         begin = time.monotonic()
         with self.live.loaded() as generator:

@@ -218,7 +218,7 @@ def _spec(config: LaunchConfig, words: tuple[str, ...]) -> WorkerSpec:
 
 
 def _log_to_file(folder: Path) -> None:
-    """Redirect the log of torch.distributed to the file AGENT in the folder, which is made with the first line."""
+    """Redirect the log of torch.distributed to the file AGENT in `folder`; the first line makes the file."""
     log = logging.getLogger("torch.distributed")
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed."):

@@ -65,7 +65,7 @@ class RankFailure:
 
 
 def read_note(file: Path) -> dict:
-    """Return the JSON note that a rank left on why it ended, from its file or a copy in memory; {} without one.
+    """Return the JSON note that a rank left on why it ended, from its file, else its copy in memory; {} without one.
 
     Its keys are "message", "timestamp" (seconds since the epoch), and those that are arguments of
     `launch_messages.write_failure_note`: "consequence", "alike", "during" and "following".
@@ -98,8 +98,8 @@ def ranks_ended_by_hang(notes: Iterable[Path]) -> set[int]:
 def first_failure(failures: Iterable[RankFailure]) -> RankFailure:
     """Return the failure that caused the others: the earliest, those that follow from another rank's coming last.
 
-    There must be one. Ranks that only lost the connection to another come after it, whatever the clocks say. If all
-    ranks failed alike, it is that of the lowest rank.
+    There must be one. Ranks that only lost the connection to another come after it, whatever the clocks say. If its
+    note says that ranks failed alike, it is the lowest rank's with that message, even if that came later.
     """
 
     def order(failure: RankFailure) -> tuple[bool, float, int]:

@@ -35,7 +35,7 @@ class Machine:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks that `--ranks auto` stands for."""
+        """Number of ranks that `--ranks auto` stands for: one per GPU, or without GPUs one per core."""
         return self.gpus or self.cores
 
     def __str__(self) -> str:
@@ -45,7 +45,7 @@ class Machine:
 
 
 def this_machine(device: str) -> Machine:
-    """Return the GPUs, CPU cores and memory that this machine has for a run on training.device = `device`."""
+    """Return the GPUs, CPU cores and memory of this machine for a run with training.device = `device`, also "auto"."""
     import torch
 
     cores = usable_cores()
@@ -60,10 +60,10 @@ def choose_ranks(requested: str, nodes: int, recipe_ranks: int, machine: Machine
     """Return the number of ranks, on all nodes together, that a run starts.
 
     Args:
-        requested: the option --ranks: a number, "auto", or "" if absent.
+        requested: the option --ranks: the number on all nodes, "auto", or "" if absent.
         nodes: number of nodes.
         recipe_ranks: the recipe's job.ranks; 0 if it has none.
-        machine: this machine, for "auto" and as the default.
+        machine: this machine; each node gets its `ranks` for "auto", and by default.
     """
     if requested == "auto" or not (requested or recipe_ranks):
         return machine.ranks * nodes
@@ -126,7 +126,8 @@ def suggest_mapping(
         config: the recipe, whose mapping does not fit.
         world: ranks of all nodes.
         nodes: number of nodes.
-        shortage: returns a text on the memory that a config on so many ranks would lack on this machine; "" if none.
+        shortage: returns a text on the memory that a config on so many ranks would lack on this machine, with which
+            the sentence ends; "" if none.
     """
     if change := nearest_changes(config, world):
         reason = f"The nearest mapping that fits {world} rank{'s' * (world > 1)}: {changes_text(change)}"

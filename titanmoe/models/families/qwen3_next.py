@@ -154,7 +154,7 @@ EXTRA = {
 def in_layers_and_mtp(block: hf.Names) -> dict[str, hf.HFTensor]:
     """Return the Hugging Face names and layouts of a block's tensors, in all layers and in multi-token prediction.
 
-    `block` has those within a block. Both are dicts by our names, `block` by those within the block.
+    `block` is a dict by our names within the block, the result one by our full names, with {layer} in them.
     """
     return hf.layer(block) | hf.layer(block, "mtp.0.block", "mtp.layers.0")
 
