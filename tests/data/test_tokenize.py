@@ -126,6 +126,42 @@ sys.exit(args.run(args))
 """
 
 
+TORN = """
+import os, signal, sys
+
+for _ in range(2):  # the job, and a unit
+    sys.stdin.readline()
+sys.stdout.write('{"problems": ["half a li')
+sys.stdout.flush()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_process_that_dies_within_a_line_is_named_and_nothing_is_lost(tmp_path, small_units, monkeypatch):
+    source, start, started = corpus(tmp_path / "in"), tokenize_workers._start_worker, []
+
+    def first_dies(job):
+        started.append(job)
+        if len(started) > 1:
+            return start(job)
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        process = subprocess.Popen([sys.executable, "-c", TORN], text=True, **pipes)
+        process.stdin.write("{}\n")
+        return process
+
+    monkeypatch.setattr(tokenize_workers, "_start_worker", first_dies)
+    assert "was killed by signal 9" in problems(tmp_path, "out", source, workers=2)
+    assert not (tmp_path / "out" / MANIFEST).exists()
+    assert run(tmp_path, "out", source)["documents"] == 61
+
+
+def test_no_manifest_is_written_while_a_unit_is_unfinished(tmp_path, small_units, monkeypatch):
+    source = corpus(tmp_path / "in")
+    monkeypatch.setattr(tokenize_module, "run_workers", lambda *all_done: None)
+    assert "units are unfinished" in problems(tmp_path, "out", source)
+    assert not (tmp_path / "out" / MANIFEST).exists()
+
+
 def test_killed_at_any_moment_the_same_command_ends_with_the_same_bytes(tmp_path, small_units):
     """Real kills, just before a file is synced or gets its name: of a worker, of the parent by a worker that continues,
     of the parent by itself. In between, finished work is not touched."""

@@ -254,7 +254,8 @@ def _make_shards(plan: ShardPlan, out: Path, workers: int, log: Callable[[str], 
     """Tokenize the units whose shards are missing, write the manifest, and return it. The caller holds `out`'s lock.
 
     Raises:
-        ConfigError: a record is malformed, the folder has shards of another job, or there are no documents.
+        ConfigError: a record is malformed, a process has died, the folder has shards of another job, or there are no
+            documents.
     """
     work = out / WORK
     work.mkdir(exist_ok=True)
@@ -279,6 +280,11 @@ def _make_shards(plan: ShardPlan, out: Path, workers: int, log: Callable[[str], 
         with ProgressMeter(sum(sizes), sum(sizes) - sum(sizes[n] for n in todo), log) as meter:
             run_workers(plan.job, [(n, units[n], records[n]) for n in todo], workers, meter)
         records = [_finished_records(plan, out, number) for number in range(len(units))]
+        if unfinished := sum(not (unit_records and unit_records[-1]["last"]) for unit_records in records):
+            raise ConfigError(
+                f"{out}: {unfinished} of {len(units)} units are unfinished, though no process reported a problem: "
+                "the same command resumes from the last finished shard"
+            )
 
     manifest = _manifest(plan, made_from, [record for unit_records in records for record in unit_records])
     manifest["tokenizer_files"] = store_tokenizer(out, plan.tokenizer_files)

@@ -111,6 +111,8 @@ def _feed_worker(
                 process.stdin.write(json.dumps(request) + "\n")
                 process.stdin.flush()
                 for line in process.stdout:
+                    if not line.endswith("\n"):  # the process was killed while it wrote the line
+                        raise EOFError
                     response = json.loads(line)
                     responses.put(response)
                     if "at" not in response:
