@@ -54,7 +54,7 @@ ASCII = str.maketrans("─├┤", "-[]")
 
 
 def command() -> NoReturn:
-    """Run the command and exit the process, under torchrun as well."""
+    """Run the command, and exit with its code without the interpreter's shutdown."""
     try:
         code = main()
     except SystemExit as end:

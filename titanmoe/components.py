@@ -26,7 +26,7 @@ def read_model_file(values: Mapping[str, Any]) -> ModelFile:
     """Return the fields of a recipe that the model named by model.hf fixes, and defaults that follow from it.
 
     Args:
-        values: values of all fields of the recipe, by path such as "model.hf".
+        values: values of all fields of the recipe, by path such as "model.hf", which is not empty.
 
     Raises:
         ConfigError: there is no such model, or [model] cannot express it.

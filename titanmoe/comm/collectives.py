@@ -2,9 +2,9 @@
 
 Functions named like `all_gather_autograd` are differentiable; the others are not. The differentiable all-to-all is in
 titanmoe.comm.all_to_all. Each function waits for its result before it returns: a collective still in flight that enters
-a compiled region gives silently wrong gradients in torch 2.13. The exceptions are those named like `launch_all_to_all`,
-whose callers call `wait`; they cannot take NO_GROUP. On a GPU the stream waits, the host only for objects. Where
-backward recomputes a region, differentiable functions send again, unless their tensor is `small`.
+a compiled region gives silently wrong gradients in torch 2.13. The exceptions are those that begin with `launch`, whose
+callers call `wait`; they cannot take NO_GROUP. On a GPU the stream waits, the host only for objects. Where backward
+recomputes a region, differentiable functions send again, unless their tensor is `small`.
 
 All ranks of the group call each function together.
 """

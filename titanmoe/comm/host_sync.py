@@ -80,8 +80,8 @@ class CountExchange:
         While backward recomputes a checkpointed region, what forward read is returned without a wait.
 
         Returns:
-            The number of routed tokens from each rank for each local expert, a tensor (G, e); the number that this rank
-                sends to each rank; and the number that it receives from each rank.
+            The number of routed tokens from each rank for each local expert, a tensor (G, e) on `send_Ge`'s device; the
+                number that this rank sends to each rank; and the number that it receives from each rank.
         """
         return cached(self._wait)
 

@@ -111,7 +111,7 @@ def cached_tensor(make: Callable[[], Tensor]) -> Tensor:
 
 @contextmanager
 def leave_checkpointed_region() -> Iterator[None]:
-    """Run the body of this context as if outside of the checkpointed region: it saves tensors and caches nothing."""
+    """Run the body of this context as if outside of the checkpointed region: tensors are saved, nothing is cached."""
     with _outside_checkpointed_region(), torch.autograd.graph.saved_tensors_hooks(_same, _same):
         yield
 

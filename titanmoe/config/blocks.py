@@ -49,7 +49,7 @@ def window(model: Model, layer: int) -> int:
 
 
 def rotary_width(model: Model) -> int:
-    """Return the number of dims of a head that RoPE rotates."""
+    """Return the number of dims of a head that RoPE rotates: all of them, unless the recipe has fewer."""
     return model.qk_rope_head_dim or model.rotary_dim or model.head_dim
 
 
@@ -64,7 +64,7 @@ def separates_documents(config: Config) -> bool:
 def splits_router_product(config: Config) -> bool:
     """Return whether GPUs compute the router's float32 product as products of bfloat16 terms (`moe.router_product`).
 
-    They do under "auto" with a float32 router in bfloat16 training, without moe.jitter.
+    They do only under "auto", and with a float32 router in bfloat16 training, without moe.jitter.
     """
     moe, narrow = config.moe, config.training.mixed_precision_param == "bfloat16"
     return narrow and moe.router_dtype == "float32" and moe.router_product == "auto" and not moe.jitter

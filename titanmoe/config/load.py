@@ -340,7 +340,7 @@ def _model_file(settings: Settings, components: Components, recipe_name: str) ->
 
     Args:
         components: has the function that reads the model.
-        recipe_name: file name of the recipe without extension, for a job without a name; "" without a recipe.
+        recipe_name: file name of the recipe without extension, the default of job.name; "" without a recipe.
     """
     if not settings.values.get("model.hf") or components.read_model_file is None:
         return None

@@ -23,7 +23,7 @@ class ModelFile:
 
 
 def changed_paths(change: Sequence[str]) -> set[str]:
-    """Return the paths of the fields that the value of model.change names."""
+    """Return the paths of the fields whose names model.change lists (`path_of`)."""
     return {path_of(name) for name in change}
 
 

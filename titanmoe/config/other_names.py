@@ -289,7 +289,7 @@ MARKED = re.compile(r"(<!-- (\w+) of other_names\.py[^\n]*-->\n).*?(<!-- end -->
 
 
 def update_page(page: str) -> str:
-    """Return the text of a docs page with the tables of other trainers' option names, between markers, rewritten."""
+    """Return `page`, a docs page's text, with the tables of other trainers' option names between markers rewritten."""
     return MARKED.sub(lambda mark: f"{mark[1]}\n{_table(*TABLES[mark[2]])}\n{mark[3]}", page)
 
 

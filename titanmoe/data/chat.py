@@ -484,7 +484,7 @@ def _check_messages(messages: Any, template: str) -> None:
 
 
 def _says_something(message: dict[str, Any]) -> bool:
-    """Return whether an assistant message has content, reasoning or a tool call; null or missing content counts."""
+    """Return False only if an assistant message is a blank text, with neither reasoning nor a tool call."""
     content = message.get("content")
     if not isinstance(content, str) or content.strip():
         return True

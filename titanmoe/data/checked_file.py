@@ -15,7 +15,7 @@ BLOCK = 1 << 16
 
 
 def map_file(file: Path, dtype: np.dtype, writable: bool = False) -> np.ndarray:
-    """Return a file as a memory-mapped 1-dim array of `dtype`; changes reach the file only if it is `writable`."""
+    """Return a file as a memory-mapped 1-dim array of `dtype`; changes stay in memory unless it is `writable`."""
     import torch
 
     # Each map of numpy or Python keeps a file open, and a process may only have about a thousand.

@@ -116,7 +116,7 @@ def split_by_shard(first: np.ndarray, begin: int, end: int) -> Iterator[tuple[in
 
 
 def stored_documents(documents: Documents) -> Any:
-    """Return the source that a subset (titanmoe.data.held_out) was taken from; any other source as it is."""
+    """Return the source of a subset (titanmoe.data.held_out), also of a subset of one; any other source as it is."""
     while hasattr(documents, "parent"):
         documents = documents.parent
     return documents

@@ -60,7 +60,7 @@ class HubDataset(NamedTuple):
 
     @property
     def label(self) -> str:
-        """A short name for logs and metrics, such as "ultrachat_200k:train_sft"."""
+        """A short name for logs and metrics, NAME:SUBSET:SPLIT with what is given: "ultrachat_200k:train_sft"."""
         return ":".join(filter(None, (self.repo.name.partition("/")[2], self.subset, self.split)))
 
     def at(self, revision: str) -> HubDataset:
@@ -195,7 +195,7 @@ def _list_file(folder: Path) -> Path:
 def _listed_files(folder: Path) -> list[str] | None:
     """Return the names of all files of a commit; None if they are unknown.
 
-    In the hub's offline mode, and without a list, they are those that another program has downloaded.
+    Without a stored list they are unknown, but in the hub's offline mode those that have been downloaded.
     """
     from huggingface_hub import constants
 

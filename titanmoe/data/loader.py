@@ -317,7 +317,7 @@ class Loader:
         return problems
 
     def _describe_changed_data(self, state: dict[str, Any]) -> str:
-        """Return a message on sources that only the saved state or only this loader has, or on their other order."""
+        """Return a message on how the data differs from a saved state's: in the sources, or else in their order."""
         old_prints = str(state.get("source", "")).split(", ")
         old_data = dict(zip(old_prints, state.get("described", ()), strict=False))
         new_data = {source.fingerprint: source.description for source in self.mix.sources}

@@ -149,7 +149,7 @@ def _check_vocab_size(config: Config, entry: str, vocab_size: int) -> None:
 
 
 def _check_same_tokenizer(config: Config, entry: str, documents: ShardDocuments) -> None:
-    """Raise a ConfigError if an entry's shards have another tokenizer than the first token shards of data.paths.
+    """Raise a ConfigError if an entry, shards or not, has another tokenizer than the first token shards of data.paths.
 
     If data.paths has no token shards, nothing is compared: data.tokenizer makes the tokens of all its entries.
     """
@@ -168,7 +168,7 @@ def attach_teacher_log_probs(config: Config, sources: Sequence[ShardDocuments]) 
     """Set `stored_teacher_log_probs` of each source to a teacher's stored scores, if distillation.scores names some.
 
     Raises:
-        ConfigError: a source has no such scores, or they were made with other settings.
+        ConfigError: a source has no such scores, or of another top-k, temperature or vocabulary or a smaller seq_len.
     """
     options, problems = config.distillation, []
     top_k = TopK(options.top, options.temperature, config.model.vocab_size)

@@ -59,7 +59,7 @@ def empty_arrays(
     extra_fields: Mapping[str, tuple[np.dtype, int]] = MappingProxyType({}),
     branches: bool = False,
 ) -> BatchArrays:
-    """Return arrays for `count` sequences, all padding, for packers to fill. Padding has document id -1.
+    """Return arrays for `count` sequences, all padding, for packers to fill: token 0, label IGNORE, document id -1.
 
     Args:
         count: number of sequences.
@@ -277,7 +277,7 @@ class BestFitPacker:
 
     @property
     def per_epoch(self) -> int:
-        """Lower bound of the sequences of an epoch: the number that there would be without padding."""
+        """Lower bound of the sequences of an epoch: how many there would be without padding, rounded up."""
         return -(-self.pairs // self.seq_len)
 
     @property
@@ -336,7 +336,7 @@ class BestFitPacker:
         return out
 
     def first_epoch(self) -> Iterator[Segments]:
-        """Yield the plans of all sequences of the first epoch. Changes the packer's state."""
+        """Yield the plans of all sequences of the first epoch. Resets the packer's state; ends at the last buffer."""
         for buffer in range(self.buffers):
             self.state = [0, buffer, 0]
             yield from self._pack()[:]

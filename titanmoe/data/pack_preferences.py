@@ -32,16 +32,16 @@ class PreferencePacker(BestFitPacker):
         self.share_prefixes, self.name = share_prefixes, "best_fit, prefixes shared" if share_prefixes else "best_fit"
         start = np.asarray(documents.starts[:]).astype(np.int64)
         self.start_P2, self.length_P2 = start[:-1].reshape(-1, 2), np.diff(start).reshape(-1, 2) - 1
-        self.prompts = len(self.start_P2)
-        self.buffers = -(-self.prompts // BUFFER)
+        self.num_pairs = len(self.start_P2)
+        self.buffers = -(-self.num_pairs // BUFFER)
         self.shared_P = np.array(
-            [self._shared_length(n) if share_prefixes else 0 for n in range(self.prompts)], np.int64
+            [self._shared_length(n) if share_prefixes else 0 for n in range(self.num_pairs)], np.int64
         )
         self.needed_P = self._positions(slice(None))
         """Positions that each pair would fill if it were not truncated."""
         long_P = self.needed_P > seq_len
-        for prompt in np.flatnonzero(long_P).tolist():
-            self._truncate(prompt)
+        for pair in np.flatnonzero(long_P).tolist():
+            self._truncate(pair)
         self.num_left_out, self.num_truncated = int((self.length_P2.sum(1) == 0).sum()), int(long_P.sum())
         self.num_truncated -= self.num_left_out
         self.pairs = int(self._positions(slice(None)).sum())
@@ -54,8 +54,8 @@ class PreferencePacker(BestFitPacker):
         )
         changes += [f"{self.num_truncated:,} with a truncated completion"] * (self.num_truncated > 0)
         return (
-            f"{self.documents.name}: of {self.prompts:,}, {', '.join(changes)} (seq_len {self.seq_len}); "
-            f"{describe_needed(self.needed_P[self.needed_P > self.seq_len], self.prompts)}"
+            f"{self.documents.name}: of {self.num_pairs:,}, {', '.join(changes)} (seq_len {self.seq_len}); "
+            f"{describe_needed(self.needed_P[self.needed_P > self.seq_len], self.num_pairs)}"
             if changes
             else ""
         )
@@ -68,53 +68,53 @@ class PreferencePacker(BestFitPacker):
         out = int((self.length_P2[:count].sum(1)[long_P] == 0).sum())
         return f"{out:,} left out, {int(long_P.sum()) - out:,} with a truncated completion"
 
-    def _positions(self, prompt: np.ndarray | slice) -> np.ndarray:
+    def _positions(self, pairs: np.ndarray | slice) -> np.ndarray:
         """Return the positions that each of these pairs fills, by the pairs' numbers or a slice."""
-        return self.length_P2[prompt].sum(1) - self.shared_P[prompt]
+        return self.length_P2[pairs].sum(1) - self.shared_P[pairs]
 
-    def _shared_length(self, prompt: int) -> int:
-        """Return how many first positions, without labels, both completions of pair number `prompt` share."""
-        both, shortest = self._token_ranges(prompt), int(self.length_P2[prompt].min())
+    def _shared_length(self, pair: int) -> int:
+        """Return how many first positions, without labels, both completions of pair number `pair` share."""
+        both, shortest = self._token_ranges(pair), int(self.length_P2[pair].min())
         first, second = (self.documents.read(*one)[:shortest] for one in both)
         labelled = [self.documents.label_mask(*one)[1 : shortest + 1] for one in both]
         return int(np.append((first == second) & ~labelled[0] & ~labelled[1], False).argmin())
 
-    def _token_ranges(self, prompt: int) -> list[tuple[int, int]]:
-        """Return the tokens [start, stop) of both documents of pair number `prompt`, up to where they are truncated."""
-        start_2, length_2 = self.start_P2[prompt], self.length_P2[prompt]
+    def _token_ranges(self, pair: int) -> list[tuple[int, int]]:
+        """Return the tokens [start, stop) of both documents of pair number `pair`, up to where they are truncated."""
+        start_2, length_2 = self.start_P2[pair], self.length_P2[pair]
         return list(zip(start_2.tolist(), (start_2 + length_2 + 1).tolist(), strict=True))
 
-    def _truncate(self, prompt: int) -> None:
-        """Truncate completions of pair number `prompt`, which does not fit, the longer one first.
+    def _truncate(self, pair: int) -> None:
+        """Truncate completions of pair number `pair`, which does not fit, the longer one first.
 
         Sets `length_P2`. The pair is left out, with 0 there and in `shared_P`, if nothing usable remains.
         """
-        length_2, room = self.length_P2[prompt], self.seq_len + int(self.shared_P[prompt])
+        length_2, room = self.length_P2[pair], self.seq_len + int(self.shared_P[pair])
         shorter = int(length_2.argmin())
         length_2[shorter] = min(length_2[shorter], room // 2)
         length_2[1 - shorter] = room - length_2[shorter]
-        both = self._token_ranges(prompt)
+        both = self._token_ranges(pair)
         have_labels = all(self.documents.label_mask(*one)[1:].any() for one in both)
         if not have_labels or np.array_equal(*(self.documents.read(*one) for one in both)):
-            length_2[:] = self.shared_P[prompt] = 0
+            length_2[:] = self.shared_P[pair] = 0
 
     def _pack(self) -> PackedBuffer:
-        number = np.arange(self.buffer * BUFFER, min((self.buffer + 1) * BUFFER, self.prompts))
-        prompt = permute(key("documents", self.seed, self.epoch), number, self.prompts)
-        size = self._positions(prompt)
-        prompt = prompt[np.argsort(-size, kind="stable")][: int((size > 0).sum())]
-        packed = pack_best_fit(self._positions(prompt).tolist(), self.seq_len)
-        segments = [self._segments_of(prompt[pairs]) for pairs in packed]
+        number = np.arange(self.buffer * BUFFER, min((self.buffer + 1) * BUFFER, self.num_pairs))
+        pair_P = permute(key("documents", self.seed, self.epoch), number, self.num_pairs)
+        size = self._positions(pair_P)
+        pair_P = pair_P[np.argsort(-size, kind="stable")][: int((size > 0).sum())]
+        packed = pack_best_fit(self._positions(pair_P).tolist(), self.seq_len)
+        segments = [self._segments_of(pair_P[items]) for items in packed]
         order = key("sequences", self.seed, self.epoch, self.buffer)
         none = np.empty(0, np.int64)
         return PackedBuffer(none, none, segments, permute(order, np.arange(len(segments)), len(segments)))
 
-    def _segments_of(self, prompt: np.ndarray) -> Segments:
+    def _segments_of(self, pair_P: np.ndarray) -> Segments:
         """Return the plan of a sequence of pairs, by their numbers: for each its shared prefix, then both completions.
 
         Without data.share_prefixes there are no prefixes.
         """
-        start_P2, length_P2, shared_P1 = self.start_P2[prompt], self.length_P2[prompt], self.shared_P[prompt, None]
+        start_P2, length_P2, shared_P1 = self.start_P2[pair_P], self.length_P2[pair_P], self.shared_P[pair_P, None]
         if self.share_prefixes:
             start_P2 = np.concatenate([start_P2[:, :1], start_P2 + shared_P1], 1)
             length_P2 = np.concatenate([shared_P1, length_P2 - shared_P1], 1)

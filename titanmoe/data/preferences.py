@@ -85,7 +85,7 @@ def split_pair(record: dict[str, Any]) -> tuple[Any, Any, Any]:
 
 
 def _encode_text(prompt: str, completion: str, tokenizer: Tokenizer) -> Document:
-    """Return tokens, with EOS, and label weights of a prompt and its completion, tokenized as one text.
+    """Return the tokens of a prompt and its completion, as one text with EOS and no BOS, and their label weights.
 
     Labels of the completion and of EOS have weight 1, others 0. A token that spans the border counts as a label.
     """

@@ -97,7 +97,7 @@ def _find_elsewhere(name: str, format: str, problems: list[str]) -> list[InputFi
 
 
 def walk(root: Path, skipped: Collection[str] = ()) -> list[Path]:
-    """Return all files below root, sorted by path, except hidden ones and what is below hidden or `skipped` folders."""
+    """Return all files below root, sorted by path, without hidden files and folders and folders named in `skipped`."""
     files = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in skipped and not name.startswith(".")]

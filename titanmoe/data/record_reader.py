@@ -75,7 +75,7 @@ class InputFile:
         return self.file.endswith(COMPRESSED)
 
     def span(self, start: int, stop: int, bytes: int) -> Span:
-        """Return the span from `start` to `stop` of this file, which stands for `bytes` bytes of the input."""
+        """Return the span from `start` to `stop` of this file (units: `Span`), which is `bytes` of the input."""
         return Span(self.file, self.kind, start, stop, bytes)
 
 

@@ -239,7 +239,7 @@ def _open_source(config: Config, path: str, field: str) -> Documents:
     """Return the documents of one path: of Python's standard library as bytes, or of an entry of data.paths.
 
     The path is STDLIB for Python's library with data.source = "stdlib": its .py files without tests, in memory. `field`
-    of the records holds the document.
+    of the records holds the document. An entry is tokenized if the cache lacks it.
 
     Raises:
         ConfigError: they cannot be opened, or the vocabulary is too small for bytes.

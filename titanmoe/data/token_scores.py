@@ -134,7 +134,7 @@ class StoredScores:
         return np.frombuffer(data, "<u4")
 
     def find_changed_files(self) -> list[str]:
-        """Read all scores and their .sums; return a message for each file that differs from its checksum."""
+        """Read all scores and any .sums; return a message for each file that differs from the manifest's CRC-32."""
         problems = []
         for name in self.names:
             with self._file(name).open("rb") as stream:

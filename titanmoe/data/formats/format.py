@@ -69,7 +69,7 @@ class FormatSpec(Spec):
         return not self.extensions or extension in self.extensions
 
     def file_format(self, extension: str) -> str:
-        """Return the name of the format for files with this extension, such as ".jsonl"; "" for this one, as here."""
+        """Return the name of the format that parses files with this extension, as "jsonl"; "" for this one, as here."""
         return ""
 
     def spans(self, source: InputFile, size: int) -> Iterator[Span]:
