@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO
 
-UNITS = ("B", "KB", "MB", "GB", "TB")
+UNITS = ("B", "KB", "MB", "GB", "TB", "PB", "EB")
 DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 BLOCK = 1 << 22
 """Bytes that are read at once for a checksum."""

@@ -11,13 +11,16 @@ from titanmoe.cli import main
 from titanmoe.launcher import score_command
 
 
-def test_its_ranks_get_other_data_and_write_to_no_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("data", [["--data", "a.jsonl"], ["--data=a.jsonl"]], ids=" ".join)
+def test_its_ranks_get_other_data_and_write_to_no_run(
+    data: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("a.jsonl", "b.jsonl"):
         Path(name).write_text('{"text": "a"}\n')
     started: list[Any] = []
     monkeypatch.setattr(score_command, "start", lambda prepared: started.append(prepared) or 0)
-    words = ["--data", "a.jsonl", "b.jsonl", "--training.seq_len", "512", "--data.weights", "1", "2"]
+    words = [*data, "b.jsonl", "--training.seq_len", "512", "--data.weights", "1", "2"]
     assert main(["score", "debug", *words]) == 0
     (prepared,) = started
     config = prepared.checked.config

@@ -230,4 +230,5 @@ def test_recipes_are_within_5_percent(name: str, script: ModuleType) -> None:
 
 
 def test_bytes_that_round_to_a_thousand_are_one_of_the_next_unit() -> None:
-    assert [format_bytes(count) for count in (0, 999.4, 999.6, 999_700)] == ["0 B", "999 B", "1 KB", "1 MB"]
+    texts = "0 B", "999 B", "1 KB", "1 MB", "12.3 PB"
+    assert tuple(format_bytes(count) for count in (0, 999.4, 999.6, 999_700, 1.234e16)) == texts

@@ -61,11 +61,12 @@ def run_score(words: Sequence[str]) -> int:
 def _data(words: Sequence[str]) -> tuple[list[str] | None, list[str]]:
     """Split a command line at its option --data.
 
-    Returns the paths after --data, up to the next word that begins with --, and the other words; None and all words
-    without --data.
+    Returns the paths of --data PATH ... or --data=PATH ..., up to the next word that begins with --, and the other
+    words; None and all words without --data.
     """
-    if "--data" not in words:
+    at = next((n for n, word in enumerate(words) if word.partition("=")[0] == "--data"), None)
+    if at is None:
         return None, list(words)
-    at = list(words).index("--data")
     end = next((n for n in range(at + 1, len(words)) if words[n].startswith("--")), len(words))
-    return list(words[at + 1 : end]), [*words[:at], *words[end:]]
+    paths = [words[at].partition("=")[2], *words[at + 1 : end]]
+    return list(filter(None, paths)), [*words[:at], *words[end:]]
