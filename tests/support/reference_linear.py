@@ -14,7 +14,7 @@ from titanmoe.config.schema import Model
 
 
 def shapes(model: Model) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a block's weights by name."""
+    """Return the shapes of the weights of a block's linear attention by name."""
     own, dim = model.own, model.dim
     keys = own["linear_key_heads"] * own["linear_key_dim"]
     values = own["linear_value_heads"] * own["linear_value_dim"]

@@ -97,7 +97,9 @@ def is_matrix(name: str, weight: Tensor, router: bool) -> bool:
 def muon(
     config: Config, weights: dict[str, Tensor], grads: dict[str, Tensor], moments: dict, step_number: int, norm: float
 ) -> tuple[dict[str, Tensor], dict]:
-    """Return updated weights and moments by name, as new dicts; AdamW updates weights that are not `is_matrix`.
+    """Return updated weights and moments by name, as new dicts; weights without a gradient are unchanged.
+
+    AdamW updates weights that are not `is_matrix`.
 
     Args:
         config: the config.

@@ -26,7 +26,7 @@ class SmallHub:
         self.endpoint = ""
 
     def push(self, name: str, files: dict[str, bytes | str], branch: str = "main") -> str:
-        """Make a commit of these files the newest of a branch, and return its hash."""
+        """Make a commit of these files alone the newest of a branch, and return its hash."""
         contents = {path: data.encode() if isinstance(data, str) else data for path, data in files.items()}
         commit = hashlib.sha1(repr((name, sorted(contents.items()))).encode()).hexdigest()
         self.commits.setdefault(name, {})[commit] = contents

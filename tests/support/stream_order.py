@@ -80,7 +80,7 @@ class StreamOrder:
     # ---- memory
 
     def allocate(self, storage: torch.UntypedStorage, owner: Hashable, forget: Callable[[int], None]) -> None:
-        """Record a new storage; `forget` is called with its key once it is freed."""
+        """Record a new storage, perhaps in memory that `owner` has freed; `forget` gets its _cdata once it is freed."""
         key = storage._cdata
         if key not in self.storages:
             weakref.finalize(storage, self._gone, key, forget)

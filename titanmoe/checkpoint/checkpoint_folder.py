@@ -189,7 +189,7 @@ class Checkpoint(StoredTensors):
 
     @cached_property
     def stored(self) -> dict[str, StoredTensor]:
-        """Blocks of each tensor, by its name, as tensors.json lists them; CheckpointError if its CRC-32 differs."""
+        """Blocks of each tensor, by name, as tensors.json lists them; CheckpointError if that file's CRC-32 differs."""
         files = self.manifest.files
         if TENSOR_INDEX not in files:
             manifest = self.path / layout.MANIFEST

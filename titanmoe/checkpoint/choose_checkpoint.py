@@ -20,7 +20,7 @@ from titanmoe.config.schema import Config, Job
 def is_resumable(options: Options) -> bool:
     """Return whether a run with these options resumes when it is started a second time under the same job.name.
 
-    If it does not, each start gets a folder of its own.
+    checkpoint.enable and checkpoint.load decide. If it does not, each start gets a folder of its own.
     """
     return options.enable and options.load != "none"
 
@@ -128,7 +128,7 @@ def _newest_intact(folder: Path, damage: Callable[[Path], list[str]], is_own_run
             those that lack only their final name count too.
 
     Raises:
-        CheckpointError: none is intact. Starting from scratch instead would silently lose the run.
+        CheckpointError: there is none, or none is intact. Starting from scratch instead would silently lose the run.
     """
     latest_name, passed_over = layout.read_latest(folder), {}
     for path in layout.newest_first(folder, unfinished=is_own_run):

@@ -98,7 +98,7 @@ def resolve_step(path: Path) -> Path:
 def checkpoints_by_step(folder: Path) -> dict[int, Path]:
     """Return the folders of all complete checkpoints in a folder, by step in ascending order; {} if it is absent.
 
-    Complete is what has the name of one, step-NNNNNNNN. Unreadable if the disk does not answer.
+    Complete is what has the name of one, step-NNNNNNNN. Raises Unreadable if the disk does not answer.
     """
     by_step = {int(m[1]): folder / name for name in _entries(folder) if (m := _NAME.fullmatch(name))}
     return dict(sorted(by_step.items()))
@@ -130,7 +130,7 @@ def _entries(folder: Path) -> list[str]:
 
 
 def read_latest(folder: Path) -> str:
-    """Return the name of the last checkpoint made, from the text file `latest`; "" if it cannot be read."""
+    """Return the name of the last checkpoint made, from the file `latest` beside it in `folder`; "" if unreadable."""
     try:
         return safe_files.read(folder, LATEST, 256).decode().strip()
     except (*NOT_FOUND_ERRORS, CheckpointError, UnicodeDecodeError):
@@ -192,7 +192,7 @@ def require_intact(path: Path) -> Path:
 def _damage_of(folder: Path, name: str, expected: Checksum, contents: bool) -> str:
     """Return a line on what is wrong with one file of a checkpoint; "" if it is intact.
 
-    Unreadable if the disk does not answer. Without `contents` only the size is compared.
+    Without `contents` only the size is compared. Raises Unreadable if the disk does not answer.
     """
     file = folder / name
     try:
@@ -324,7 +324,7 @@ def leftover_bytes(folder: Path) -> int:
 
 
 def check_files(folder: Path, files: dict[str, Checksum]) -> dict[str, Checksum]:
-    """Read files of a folder back from disk and return `files`; CheckpointError if one has another size or CRC-32."""
+    """Read files of a folder and return `files`; CheckpointError if one has another size or CRC-32."""
     lines = (_damage_of(folder, name, expected, contents=True) for name, expected in files.items())
     if broken := list(filter(None, lines)):
         raise CheckpointError("; ".join(broken))
@@ -335,8 +335,8 @@ def publish(unfinished: Path, target: Path, manifest: Manifest) -> None:
     """Write the manifest of a checkpoint whose other files are on disk, then rename its folder to `target`.
 
     A kill at any moment leaves either no manifest, or a complete checkpoint that lacks only its name, which
-    `clean_up_interrupted` gives it at the next start. What `target` was before is removed. Raises a CheckpointError or
-    OSError if that fails.
+    `clean_up_interrupted` gives it at the next start. What `target` was before is removed last. Raises a
+    CheckpointError or OSError if that fails.
     """
     replace_file(unfinished / MANIFEST, manifest.text().encode())
     rename_into_place(unfinished, target)
@@ -345,7 +345,8 @@ def publish(unfinished: Path, target: Path, manifest: Manifest) -> None:
 def rename_into_place(unfinished: Path, target: Path) -> list[str]:
     """Rename a completely written folder to `target`; return lines for the log.
 
-    What has that name already, such as a checkpoint of a run that went back to an earlier step, is removed.
+    What has that name already, such as a checkpoint of a run that went back to an earlier step, gets the
+    suffix .removing before and is removed after.
     """
     replaced = _rename_with_suffix(target, REMOVING) if os.path.lexists(target) else None
     os.rename(unfinished, target)
@@ -426,7 +427,7 @@ def erase(path: Path) -> list[str]:
 
 
 def write_text(file: Path, text: str) -> None:
-    """Write a text file, never through a link, and fsync it; CheckpointError if that fails, as on a full disk."""
+    """Write a text file over any old one, not through a link, and fsync it; CheckpointError if that fails."""
     try:
         safe_files.write(file.parent, file.name, text.encode(), fsync=True)
     except OSError as error:  # which has the name only if opening failed

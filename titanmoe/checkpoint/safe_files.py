@@ -225,7 +225,8 @@ def read(folder: Path, name: str, limit: int) -> bytes:
     """Return the contents of a file in a folder.
 
     Raises:
-        CheckpointError: it has more than `limit` bytes, is a link or no regular file, or cannot be read.
+        CheckpointError: it has more than `limit` bytes, is no regular file or a link (Hugging Face's cache apart), or
+            cannot be read.
         FileNotFoundError, NotADirectoryError: there is no such file.
     """
 

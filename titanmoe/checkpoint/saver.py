@@ -257,7 +257,10 @@ class Saver:
         on_all_ranks(self.group, lambda: copy() if self.first else None)
 
     def _finish_save(self, record: dict[str, Any]) -> None:
-        """Write the file `latest` and remove old checkpoints; say what could not be removed. On rank 0 alone."""
+        """Write the file `latest` and remove old checkpoints; say what could not be removed. On rank 0 alone.
+
+        `record` has the best step, whose checkpoint stays under checkpoint.keep_best.
+        """
         layout.write_latest(self.folder, self._target.name)
         best_step = record["best"]["step"] if self.options.keep_best else -1
         keeps = self.options.keep_last, self.options.keep_every, best_step

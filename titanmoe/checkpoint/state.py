@@ -222,7 +222,7 @@ def refused_weights(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]
 
 
 def refused_freeze(old: Mapping[str, Any], new: Mapping[str, Any], restart: str) -> list[str]:
-    """Return an error line if training.freeze has changed, so that the checkpoint lacks moments of parameters; else [].
+    """Return an error line if training.freeze lists more, fewer or other parameters than before; else [].
 
     `restart` is the message's advice on how to use the checkpoint's weights alone.
     """

@@ -138,7 +138,7 @@ class _BlockFile(io.RawIOBase):
         return self.at
 
     def read(self, size: int = -1) -> bytes:
-        """Read `size` bytes, or all that are left; ValueError if those are more than MOST_BYTES."""
+        """Read `size` bytes, or all that are left; ValueError if either is more than MOST_BYTES."""
         size = self.size - self.at if size < 0 else size
         if size > MOST_BYTES:
             raise ValueError(f"the list of files has {size:,} bytes, and the limit is {MOST_BYTES:,}")
@@ -195,7 +195,7 @@ class StridedData(NamedTuple):
         return sum(map(mul, indices, self.strides))
 
     def end(self, shape: Sizes) -> int:
-        """Return the position in the file after the last byte of the tensor, given its shape."""
+        """Return the position in the file after the last byte of the tensor, given its shape, which is not empty."""
         return self.start + (1 + self._flat_index(tuple(n - 1 for n in shape))) * self.dtype.itemsize
 
 

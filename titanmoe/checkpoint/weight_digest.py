@@ -79,6 +79,8 @@ def _sum_bits(part: Tensor, offset: Sizes, shape: Sizes, dtype: torch.dtype) -> 
 def frozen_digest(frozen: Mapping[str, nn.Parameter], group: Group) -> str:
     """Return the digest of frozen weights, as 16 hexadecimal digits. Collective over the group.
 
+    A shard that several ranks have counts once.
+
     Args:
         frozen: the frozen parameters on this rank, by their names in checkpoints.
         group: the ranks that hold the model between them; None for a single process.

@@ -84,7 +84,7 @@ class LazyTensor:
 
     @property
     def blocks(self) -> Iterator[tuple[Sizes, Sizes]]:
-        """Offsets and sizes of the blocks to write, each of at most WRITE_BLOCK_BYTES (32 MiB)."""
+        """Offsets and sizes of the blocks to write, each of at most WRITE_BLOCK_BYTES (32 MiB) or one row."""
         return split_into_blocks(self.offset, self.shape, self.dtype.itemsize, WRITE_BLOCK_BYTES)
 
     def get(self) -> Tensor:

@@ -199,7 +199,7 @@ def parse_config_json(config: dict[str, Any], source: str, dense: bool = False) 
 
 
 def context_length(parsed: ParsedConfig) -> int | None:
-    """Return the number of positions that a model supports by its config.json; None if that does not say."""
+    """Return max_position_embeddings of a config.json, whatever RoPE scaling it has; None without a positive one."""
     length = parsed.json.get("max_position_embeddings")
     return length if type(length) is int and length > 0 else None
 

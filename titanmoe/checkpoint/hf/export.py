@@ -82,7 +82,10 @@ class Export:
         return {name: (shape, self._dtype(name)) for name, shape in self.map.hf_shapes.items()}
 
     def _dtype(self, name: str) -> torch.dtype:
-        """Return a Hugging Face tensor's dtype in the files; without `dtype` it is our tensor's, or the first one's."""
+        """Return a Hugging Face tensor's dtype in the files.
+
+        It is `dtype`; without one, and for selection biases, that of our tensor, or of the first of several.
+        """
         our_name = self.map.parts[name][0].our_name
         return self.stored[our_name][1] if self.dtype is None or our_name.endswith(EXPERT_BIAS) else self.dtype
 

@@ -139,9 +139,10 @@ class HuggingFaceSource:
         return problems
 
     def _tensor_problems(self) -> list[str]:
-        """Return an error line for each missing, unexpected or misshapen tensor, and for copies that are not equal.
+        """Return an error line for each missing, unexpected or misshapen tensor, unequal copy, and mix of dtypes.
 
-        Other values are not read. Tensors that are left out on purpose go to `skipped`.
+        A mix is experts of one weight in several dtypes. Only copies' values are read. Tensors that are left out on
+        purpose go to `skipped`.
         """
         in_files = {name: shape for name, (shape, _) in self.weights.tensors.items()}
         in_files |= {name: self.weights.folder.tensors[name].shape for name in self.weights.unused}

@@ -69,10 +69,10 @@ def write_model_card(folder: Path, card: str) -> None:
 
 
 def _shortened(name: str) -> str:
-    """Return the last part of a path or URL, and the name of a dataset on the hub as it is."""
+    """Return the last part of a path or URL, and the name of a dataset on the hub (hf:...) as it is."""
     return name if name.startswith("hf:") else name.rstrip("/").rpartition("/")[2]
 
 
 def _code(text: str) -> str:
-    """Return a text as code within a cell of a table."""
+    """Return a text as code within a cell of a table: in one line, with _ in place of backticks and pipes."""
     return f"`{re.sub(r'[`|]', '_', ' '.join(text.split()))}`"

@@ -270,13 +270,13 @@ class _Reader:
             self.used |= {*keys}
             if missing := [key for key in keys if key not in self.files.tensors]:
                 self.problems += [f"{key}: missing" for key in missing]
-            elif self._fits(block, parameter, keys):
+            elif self._has_rank(block, parameter, keys):
                 pairs[parameter] = keys
         if pairs:
             self.stacks[block] = pairs
 
-    def _fits(self, block: str, parameter: str, keys: tuple[str, str]) -> bool:
-        """Return whether A has a rank above 0, equal for all experts; add a line to `problems` if a shape is wrong."""
+    def _has_rank(self, block: str, parameter: str, keys: tuple[str, str]) -> bool:
+        """Return whether A has a rank above 0, equal for all experts; add a line to `problems` if A or B is wrong."""
         experts, outputs, inputs = self.map.our_shapes[f"{block}.{'w2' if parameter == DOWN else 'w1'}"]
         outputs *= 1 + (parameter == GATE_UP)
         (down, up) = (self.files.tensors[key].shape for key in keys)
@@ -307,8 +307,9 @@ class _Reader:
     def _add_stacked(self, block: str, pairs: dict[str, tuple[str, str]], block_diagonal: bool) -> None:
         """Add the adapters of one layer's stacked experts to `tensors` and `alphas`, all with one rank.
 
-        If B is block diagonal, it is down's, or without down half that of gate and up; else the larger one, to which
-        the other is padded with zeros. Ranks that do not fit are added to `problems`.
+        If B is block diagonal, that rank is down's, or without down half that of gate and up, whose A is split only if
+        it has twice that rank; else it is the larger one, to which the other is padded with zeros. Ranks that do not
+        fit are added to `problems`.
         """
         path = f"model.layers.{block.split('.')[1]}.{STACKED}"
         experts = self.map.our_shapes[f"{block}.w1"][0]
@@ -350,7 +351,7 @@ class _Reader:
         return pair.widened(rank)
 
     def _stacked_pair(self, keys: tuple[str, str], experts: int) -> tuple[AdapterPair, tuple[slice, slice]]:
-        """Read the adapters of stacked experts, and return them with the rows of gate and of up if it fuses these."""
+        """Read the adapters of stacked experts; return them with the rows of gate and of up, meaningless for down."""
         pair = from_peft(*map(self._read_full, keys), experts)
         return pair, gate_up_rows(pair.up.shape[1], self.interleaved)
 
@@ -379,7 +380,7 @@ class _Reader:
     def _alpha(self, path: str, ranks: float = 1) -> float:
         """Return the alpha with which an adapter, at the rank that it has here, keeps its scale in the folder.
 
-        That is the folder's alpha times `ranks`, or times its square root with use_rslora.
+        That is the folder's alpha times `ranks`, or times its square root with use_rslora, which [lora] takes over.
 
         Args:
             path: path of the adapter's module, for the first matching key of alpha_pattern; without one it is
@@ -440,9 +441,9 @@ def _times(factor: float, read: ReadBlock, offset: Shape, shape: Shape) -> Tenso
 
 
 def unsupported_settings(settings: Mapping[str, Any]) -> list[str]:
-    """Return an error line for each of the settings in adapter_config.json beyond plain LoRA on an unchanged base.
+    """Return an error line for each setting in adapter_config.json beyond LoRA or rsLoRA on an unchanged base.
 
-    Unknown keys count unless they are null or false. [] if there is none.
+    Unknown keys count unless they are null or false, and so does a lora_dropout that is none. [] if there is none.
     """
     problems = []
     for key, value in settings.items():

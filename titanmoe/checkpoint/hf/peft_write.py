@@ -198,7 +198,8 @@ class _Paths:
 def _ranks(adapters: Adapters, paths: _Paths, matrices: list[str]) -> dict[str, Any]:
     """Return adapter_config.json's entries of rank and scale; r is the experts' rank, if they have adapters.
 
-    rank_pattern and alpha_pattern have the weights of other rank or alpha, such as fused ones, whose ranks add up.
+    rank_pattern and alpha_pattern have the weights of other rank or alpha, such as fused ones, whose ranks add up;
+    rank_pattern has stacked experts of rank r too.
     """
     lora, alpha = adapters.lora, adapters.lora.alpha
     r = next((adapters.rank(name) for name in matrices if ".experts." in name), adapters.rank(matrices[0]))

@@ -79,7 +79,7 @@ class TorchTitanFolder:
         self.tensors = {ours: StoredSlice(path, *size, 0) for ours, size in sizes.items()}
 
     def read(self, name: str, offset: Shape, shape: Shape) -> Tensor:
-        """Return a block of a tensor in its stored dtype on the CPU; CheckpointError if it cannot be read.
+        """Return a block of a tensor as it is stored, rows in TorchTitan's order; CheckpointError if it cannot be read.
 
         Args:
             name: our name of the tensor.
