@@ -35,7 +35,7 @@ def site_path(name: str) -> str:
 
 
 def target(link: str, page: str) -> str:
-    """Return the path in the repository to which `link`, in the Markdown of the page `page` of the site, leads."""
+    """Return the path in the repository to which `link`, without its anchor, leads on the page `page` of the site."""
     return normpath(str(PurePosixPath(source(page)).parent / link))
 
 
@@ -71,7 +71,7 @@ OPTION = r'<span class="option">\g<0></span>'
 
 
 def breakable(code: re.Match[str]) -> str:
-    """Return inline code, the HTML in a match's first group, able to break after _, . and / but not at options' "-"."""
+    """Return <code> around a match's first group, its HTML, able to break after _, . and / but not at options' "-"."""
     text = re.sub(r"(?<![\w-])--?\w+(?:-\w+)*", OPTION, code[1])
     return f"<code>{re.sub(r'(?<=[a-z0-9][_./])(?=[a-z0-9])', '<wbr>', text)}</code>"
 

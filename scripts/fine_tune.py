@@ -71,9 +71,9 @@ def ask_transformers(folder: str) -> list[dict[str, Any]]:
 
 
 def compare(option: str, run: str, expected: str) -> None:
-    """Export a run to exported/ with any adapters merged; exit with an error if the completions of transformers differ.
+    """Export a run to exported/ with any adapters merged; exit with an error if transformers completes ASKED otherwise.
 
-    It prints the completions and how many are right; wrong ones are no error.
+    It lets titanmoe complete ASKED too, and prints how many completions are right; wrong ones are no error.
 
     Args:
         option: option of `titanmoe generate` that names the run: "--checkpoint" or "--adapter".

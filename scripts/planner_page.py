@@ -107,7 +107,7 @@ def model_of(family: str, size: str) -> Model:
 
 
 def stack_of(row: Json) -> Stack:
-    """Return the stack that prices a published run: AutoModel, TorchTitan for names in lower case, else Megatron."""
+    """Return the stack that prices a run: AutoModel; TorchTitan for a "framework" in lower case; else Megatron."""
     software = row["framework"]
     return AUTOMODEL if "AutoModel" in software else TORCHTITAN if software[0].islower() else MEGATRON
 
@@ -234,7 +234,7 @@ SOURCES: dict[str, Callable[[Json], bool]] = {
 
 
 def quantile(values: list[float], fraction: float) -> float:
-    """Return the value below which this fraction of the values is."""
+    """Return the element of `values` below which this fraction of them is."""
     return sorted(values)[min(len(values) - 1, int(fraction * len(values)))]
 
 
@@ -401,7 +401,7 @@ def read_memory() -> list[Cells]:
 
 
 def recipes_with_sizes() -> list[str]:
-    """Return the shipped recipes but those whose sizes are in a model that is made when needed."""
+    """Return the shipped recipes but those whose sizes are in the model that scripts/make_small_model.py makes."""
     return [name for name in shipped_recipes() if name not in ("sft_debug", "dpo_debug")]
 
 

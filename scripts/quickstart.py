@@ -49,7 +49,10 @@ def overrides(config: Config, ranks: int) -> list[str]:
 
 
 def find_ranks(device: str) -> tuple[int, str]:
-    """Return the number of ranks for this machine and a line about its devices; `device` is "auto", "cpu" or "cuda"."""
+    """Return the number of ranks, one per GPU or else CPU_RANKS, and a line about the devices.
+
+    `device` is "auto", "cpu" or "cuda".
+    """
     gpus = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
     if gpus:
         return gpus, f"{gpus} x {torch.cuda.get_device_name(0)}: one rank each"
@@ -149,7 +152,7 @@ def generate_command(folder: Path, titanmoe: Path, shown: str) -> list[str]:
 
 
 def resume_command(folder: Path, ranks: int, arguments: list[str], step: int) -> str:
-    """Return the command that continues the run, whose last step is `step`, for as many steps again.
+    """Return the command that continues the run, whose last step is `step`, to twice that step.
 
     `arguments` are the run's options after the recipe; name and steps are replaced, checkpoint.load is left out.
     """

@@ -32,7 +32,7 @@ STEPS = 20
 
 
 def sums() -> dict[str, int]:
-    """Return solutions by prompt ("3+4=": 7): all sums and differences of digits that are digits, 11 prompts each."""
+    """Return solutions by prompt ("3+4=": 7): all sums and differences of digits that are digits, each 11 times."""
     pairs = [(a, b) for a in range(10) for b in range(10)]
     return {f"{a}+{b}=": a + b for a, b in pairs if a + b < 10} | {f"{a}-{b}=": a - b for a, b in pairs if a >= b}
 

@@ -118,7 +118,7 @@ def resident(field: str) -> int:
 
 
 def measure(conversions: list[list[str]]) -> None:
-    """Run conversions in this process and print the bytes by which its memory grew in each, as JSON."""
+    """Run conversions in this process; print as JSON the bytes by which the peak of each exceeds the memory before."""
     grown = []
     shipped(), our_shapes(Model())  # imports what they need
     for words in conversions:
@@ -131,7 +131,7 @@ def measure(conversions: list[list[str]]) -> None:
 
 
 def growth(*conversions: tuple[object, ...]) -> list[int]:
-    """Run conversions in one new process; return the bytes by which its memory grew in each; exit if one fails.
+    """Run `measure` in a new process; return the bytes by which memory grew in each conversion; exit if one fails.
 
     Each conversion is a tuple of arguments of `titanmoe convert`.
     """

@@ -465,7 +465,7 @@ def with_limited_memory(step: Callable[[], Any], device: Any, steps: int, times:
 
 
 def parts(config: Any, device: Any, peak: float | None, times: int) -> None:
-    """Free the trainer's memory, then time each module of a layer (`breakdown`), and print a line of JSON for each.
+    """Free the dropped trainer's memory, time each module of a layer (`breakdown`), and print a line of JSON for each.
 
     An error is printed too, as "parts failed", not raised.
     """
@@ -514,8 +514,9 @@ class TitanmoeSide:
 def measure(name: str, side: str, args: argparse.Namespace, told: Callable[[dict, dict], None]) -> dict[str, Any]:
     """Measure a shape on a side, in other processes, and return its row.
 
-    TorchTitan is measured without CUDA graphs if it fails with them. `told` is called with the row and its new figures
-    as soon as there are any; `args` is the command line.
+    TorchTitan is measured without CUDA graphs if it fails with them; its row has under "not compared" why it has no
+    figures, as for a model that it lacks. `told` is called with the row and its new figures as soon as there are any;
+    `args` is the command line.
     """
     if side in PEERS and name not in PEER_SHAPES:
         row = {"shape": name, "side": side, "not compared": "it has no model like that"}
@@ -677,7 +678,7 @@ def verdicts(rows: list[dict[str, Any]]) -> list[str]:
 def beside_peers(rows: list[dict[str, Any]]) -> list[str]:
     """Return a line of text on titanmoe's speed over TorchTitan's, for each pair with equal layers and batch size.
 
-    The side "plain" is left out. The goal is met if both routings reach PEER_GOAL.
+    The side "plain" is left out. The goal is met if each of ROUTINGS reaches PEER_GOAL.
     """
     out = []
     for peer in rows:

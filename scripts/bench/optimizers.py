@@ -72,7 +72,7 @@ def run() -> None:
 
 
 def steps_to(target: float, losses: list[float]) -> float:
-    """Return the number of steps until the smoothed loss is at most `target`; infinite if it never is."""
+    """Return the number of steps until the smoothed loss (`smooth`) is at most `target`; infinite if it never is."""
     return next((step for step, loss in enumerate(smooth(losses), 1) if loss <= target), math.inf)
 
 
@@ -102,7 +102,7 @@ def table(rows: list[dict]) -> str:
 
 
 def best(rows: list[dict], optimizer: str) -> float:
-    """Return the optimizer's rate that needs the fewest tokens to the last target, in the median over seeds."""
+    """Return the optimizer's lowest rate with the fewest tokens to the last target, in the median over seeds."""
 
     def tokens(rate: float) -> float:
         some = [row["loss"] for row in rows if (row["optimizer"], row["lr"]) == (optimizer, rate)]

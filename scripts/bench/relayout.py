@@ -116,7 +116,7 @@ def measure(configs: list[Config], runtime: Runtime, folder: Path, rounds: int) 
 
 
 def slowest(work: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds that some work takes on the slowest rank. Collective."""
+    """Return the seconds that one call of `work` takes on the slowest rank, begun after a barrier. Collective."""
     dist.barrier()
     began = time.monotonic()
     work()

@@ -57,7 +57,7 @@ Counted = dict[Operation, int]
 
 
 def recipe(model: str, tokens: int) -> Config:
-    """Return the config of two layers of a model of MODELS, with one sample of so many tokens."""
+    """Return the config of two layers of a model of MODELS, with one sample of `tokens`; the second is counted."""
     words = [word for pair in MODELS[model].split() for word in ("--model." + pair.replace("=", " ", 1)).split()]
     words += ["--model.num_layers", "2", "--model.vocab_size", "1024", "--training.seq_len", str(tokens)]
     words += ["--training.local_batch_size", "1", "--training.global_batch_size", "1"]
@@ -68,8 +68,8 @@ def recipe(model: str, tokens: int) -> Config:
 def ours(config: Config, gathered: bool) -> Counted:
     """Return how often each operation of the second of two layers of titanmoe runs, forward and backward.
 
-    `config` is from `recipe`; `gathered` says whether FSDP gathers the experts. FSDP's gathers and reductions are
-    left out either way.
+    `config` is from `recipe`; `gathered` says whether FSDP gathers the experts, or else they are copied once a
+    step, as with edp = 1. FSDP's gathers and reductions are left out either way.
     """
     parallelism = replace(config.parallelism, reshard_after_forward="always" if gathered else "auto")
     rehearsal = rehearse(replace(config, parallelism=parallelism), 1, 0, AS_ON)
@@ -150,7 +150,7 @@ def model_flops(one: Operation) -> float:
 
 
 def fraction_of_peak(one: Operation, device: Device) -> float:
-    """Return the fraction of the device's peak FLOP/s that a matmul or attention of this size reaches.
+    """Return the fraction of the device's peak FLOP/s that a matmul of this size reaches, or attention of any size.
 
     A matmul is looked up in the device's curve by one size: 3 * FLOPs / bytes, in bf16 the harmonic mean of its three
     sizes; of a grouped matmul, those of one group.
@@ -162,7 +162,7 @@ def fraction_of_peak(one: Operation, device: Device) -> float:
 
 
 def ceiling(counted: Counted, device: Device, usual: bool = False) -> float:
-    """Return the highest MFU: model FLOPs over the FLOPs that the device could do in the time of the layer.
+    """Return the highest MFU: model FLOPs over the FLOPs that the device could do at its peak in the layer's time.
 
     That time is the device's, with GAP after each kernel, or the host's, LAUNCH for each kernel, if that is longer.
     With `usual`, matmuls and attention run at the rates that they usually reach, instead of the peak.

@@ -127,7 +127,7 @@ class World:
 
 
 def cpu_seconds() -> float:
-    """Return the user and system time of this process so far."""
+    """Return the user and system time of this process so far, without its children's."""
     use = resource.getrusage(resource.RUSAGE_SELF)
     return use.ru_utime + use.ru_stime
 

@@ -43,7 +43,7 @@ def reason(error: Exception) -> str:
 
 
 def check(folder: Path) -> None:
-    """Raise NotCompared unless TorchTitan is installed in a folder."""
+    """Raise NotCompared unless TorchTitan, of any version, is installed in a folder."""
     if not (folder / "torchtitan" / "__init__.py").is_file():
         raise NotCompared(f"no torchtitan in {folder}: {INSTALL.format(folder)}")
 
@@ -239,7 +239,7 @@ def _check_size(spec: Any, model: Model) -> None:
 
 
 def _plain_sums(parallelize: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `parallelize`, changed to let FSDP reduce gradients by a plain sum: only NCCL multiplies as it sums."""
+    """Return `parallelize`, changed to let FSDP sum gradients and scale them apart: only NCCL multiplies as it sums."""
     from torch.distributed.fsdp import FSDPModule
 
     def wrapped(model: Any, **settings: Any) -> Any:

@@ -329,7 +329,7 @@ def groups(parts: list[Part]) -> Iterator[list[Part]]:
 
 
 def install_wheels(folder: Path) -> str:
-    """Install the wheels of wheels/ into a folder and return it; "" if there are none. A failure is printed."""
+    """Install the wheels of wheels/ into `folder` and return it, even if that fails, which is printed; "" if none."""
     wheels = [str(wheel) for wheel in (ROOT / "wheels").glob("*.whl")]
     options = ["--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--target", str(folder)]
     command = [sys.executable, "-m", "pip", "install", "-q", *options, *wheels]

@@ -120,8 +120,8 @@ def bf16(
     """Compare a step in bfloat16; the result's error is the largest ratio of the device's error to the CPU's.
 
     The ratio is that of the loss or of one gradient; norm and weights are not compared. An error is |x - x64| / |x64|
-    in the 2-norm, with x64 from float64 on the CPU; errors of the CPU below 4 roundings, 4 u, count as these. Routing
-    is balanced unless `changes` say otherwise.
+    in the 2-norm, with x64 from float64 on the CPU, whose root mean square counts as at least 1% of the largest; errors
+    of the CPU below 4 roundings, 4 u, count as these. Routing is balanced unless `changes` say otherwise.
 
     Args:
         family: the model family.
@@ -349,7 +349,7 @@ def is_broken(side: Side) -> bool:
 def restart() -> NoReturn:
     """Replace this process by a new one that runs the remaining checks.
 
-    It reads the rows of finished checks from GPU_PARITY_DONE in the environment, where the caller puts them before.
+    The new one reads the rows of finished checks from GPU_PARITY_DONE in the environment, where the caller puts them.
     """
     os.execv(sys.executable, [sys.executable, *sys.argv])
 

@@ -24,7 +24,7 @@ class Row:
 
 
 def read_rows(log: str, results: str) -> list[Row]:
-    """Return the rows in `results`, the JSON list that a part wrote by `rows.Rows`; `log` is not used."""
+    """Return the rows in `results`, the JSON list that a part wrote by `rows.Rows`, or [] for "". `log` is not used."""
     return [
         Row(row["name"], row["ok"], f"{words(row['figures'])} {row['note']}".strip())
         for row in json.loads(results or "[]")
@@ -75,7 +75,7 @@ def figure(routing: str, of: dict[str, float]) -> str:
 
 
 def read_lines(log: str, results: str) -> list[Row]:
-    """Return as rows the first 45 lines that trace_step.py printed on qwen3 to the log, from its headline on."""
+    """Return 45 lines of the log as rows, from the headline of trace_step.py for qwen3 on, or else from the top."""
     lines = [line.strip() for line in log[max(0, log.find("qwen3, ")) :].splitlines() if line.strip()]
     return [Row(str(n), True, line[:160]) for n, line in enumerate(lines[:45], 1)]
 
@@ -87,7 +87,7 @@ def read_training(log: str, results: str) -> list[Row]:
 
 
 def read_sanitizer(log: str, results: str) -> list[Row]:
-    """Return a row with compute-sanitizer's verdict in the log, and pytest's row "all"."""
+    """Return two rows: compute-sanitizer's verdict in the log, and pytest's "all"."""
     verdicts = re.findall(r"ERROR SUMMARY: (\d+) errors?", log)
     errors = re.findall(r"^========= (Invalid .*|.*Race.*)$", log, re.MULTILINE)[:3]
     text = f"{verdicts[-1]} errors {'; '.join(errors)}" if verdicts else "it gave no verdict"

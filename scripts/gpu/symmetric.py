@@ -117,7 +117,7 @@ def make_config(dim: int, experts: int, top_k: int, factor: float) -> Config:
 
 
 def make_dispatchers(here: Rank, config: Config, tokens: int, ep: int = 1, etp: int = 1) -> tuple[Symmetric, AllToAll]:
-    """Return a dispatcher over symmetric memory with its buffers, and an all-to-all dispatcher to compare with.
+    """Return a dispatcher over symmetric memory with its buffers, and an all-to-all one to compare with. Collective.
 
     Args:
         here: this rank.
@@ -220,7 +220,7 @@ def one_rank(here: Rank, plain_memory: bool) -> dict[str, Any]:
     """Compare the symmetric-memory dispatcher on one rank with all-to-all, both passes; return the differences.
 
     Through toy experts all tensors must be equal bit by bit. Through real experts the host must not wait for the GPU,
-    eager and as one graph. Raises AssertionError if the dispatchers differ.
+    eager and compiled (`as_graph`). Raises AssertionError if the dispatchers differ.
     """
     prepare(here, plain_memory)
     config = make_config(512, 32, 4, 2.0) if here.device.type == "cuda" else make_config(64, 8, 2, 2.0)
@@ -255,9 +255,9 @@ def one_rank(here: Rank, plain_memory: bool) -> dict[str, Any]:
 def two_ranks(here: Rank, plain_memory: bool) -> dict[str, Any]:
     """Compare the symmetric-memory dispatcher on two ranks with all-to-all over gloo; return the differences.
 
-    Forward and backward through toy experts, eager and as one graph, with each expert on one rank, then sharded over
-    both. `plain_memory` is False, because ranks cannot share it. Collective over both ranks. Raises AssertionError if
-    the dispatchers differ.
+    Forward and backward through toy experts, eager and compiled, with each expert on one rank, then sharded over both.
+    `plain_memory` is False, because ranks cannot share it. Collective over both ranks. Raises AssertionError if the
+    dispatchers differ.
     """
     prepare(here, plain_memory)
     collectives._ops = OverHost(here.device)

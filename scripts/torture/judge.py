@@ -1,6 +1,7 @@
 """Checks of a trial, by the run's log, events, metrics and checkpoints; and the table of all trials.
 
-The functions whose names begin with expect_ raise `Wrong` unless the run did what the name says.
+The functions whose names begin with expect_ raise `Wrong` unless the run did what the name says; some add
+what they measured to `Run.figures`.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def network(ranks: int) -> Iterator[str]:
 
 
 def set_link(spaces: str, rank: int, state: str = "down") -> None:
-    """Take the network link of a rank "down" or bring it "up"."""
+    """Take the network link of a rank "down" or bring it "up". `spaces` is what `network` yields."""
     run_ip("-n", f"{spaces}-lan", "link", "set", f"port{rank}", state)
 
 

@@ -199,7 +199,7 @@ class Run:
         self.saved_step = max(layout.checkpoints_by_step(self.checkpoints), default=0)
 
     def expect_success(self) -> None:
-        """Wait for the launcher to end; raise Wrong unless its exit code is 0."""
+        """Wait for the launcher to end; raise Wrong unless it ends within LIMIT_S seconds with exit code 0."""
         self.agent.join(LIMIT_S)
         if self.agent.exitcode != 0:
             raise Wrong(f"{self.launcher} ended with {self.agent.exitcode}: {self.read_log()[-500:]}")

@@ -54,7 +54,7 @@ def kill_ranks(run: Run, number: int) -> None:
 
 
 def start_and_kill_launcher(run: Run, first: int = INTERVAL + 1) -> None:
-    """Start the run, kill its launcher at a random step from `first` on, and wait until all ranks have ended."""
+    """Start the run once, kill its launcher at a random step from `first` on, and wait until all ranks have ended."""
     run.start()
     run.wait_for_random_step(first)
     run.kill_launcher()
@@ -82,7 +82,7 @@ def kill_between_renames(run: Run) -> None:
 def flip_checkpoint_bit(run: Run) -> None:
     """Kill the run, flip a bit in a file of its newest checkpoint, and start it again.
 
-    Sets `run.saved_step` to the checkpoint before. Raises Missed if there is none.
+    Sets `run.saved_step` to the step of the checkpoint before the newest; raises Missed if there is no such one.
     """
     start_and_kill_launcher(run, 2 * INTERVAL + 1)
     checkpoints = layout.checkpoints_by_step(run.checkpoints)
@@ -98,7 +98,7 @@ def flip_checkpoint_bit(run: Run) -> None:
 
 
 def fill_disk(run: Run) -> None:
-    """Run on a small file system, fill it up until the run ends, free it and restart."""
+    """Run on a small file system, fill it up until the run ends, free it and restart. Needs root, to mount it."""
     run.folder.mkdir(parents=True)
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(run.folder)], check=True)
     run.start()
@@ -195,7 +195,7 @@ def hang_disk(run: Run) -> None:
 
 
 def slow_link(run: Run) -> None:
-    """Delay the packets between two ranks, to the end, at first for seconds but less than a collective's time-out.
+    """Delay packets between two ranks by seconds, less than a collective's time-out, then by milliseconds to the end.
 
     Waits for the end of the run; raises Missed also if it comes before the first of these packets.
     """
@@ -220,7 +220,7 @@ def wait_at_barrier(run: Run) -> None:
 
 
 def hang_at_end(run: Run) -> None:
-    """Make a rank hang when it closes its loader at the end of the run; raise Wrong unless the report names it.
+    """Make a rank hang when it closes its loader at the end of the run; raise Wrong unless the report names that rank.
 
     Sets the run's checkpoint.timeout_s to 3 s.
     """
@@ -275,7 +275,7 @@ def data_ranks(run: Run) -> int:
 
 
 def sample_number(run: Run, microbatch: int) -> int:
-    """Return the index in the run of the one sample in a microbatch of the struck rank, in the step `run.skips`."""
+    """Return the index in the run of the one sample in a microbatch of the struck rank, in the step that is skipped."""
     stage, ranks = RANKS // run.options.get("parallelism.pp", 1), data_ranks(run)
     return (run.skips - 1) * BATCH + microbatch * ranks + run.rank % stage * ranks // stage
 

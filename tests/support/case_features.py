@@ -165,8 +165,8 @@ FEATURES = {
 def changes(fold: Fold, choice: dict[str, str]) -> dict[str, Any]:
     """Return the recipe keys of a mapping and a choice of features, with at least two microbatches.
 
-    A pipeline has at least as many layers and microbatches as stages: pp with GPipe and 1F1B, else 2 * pp. symm_mem is
-    never padded.
+    A pipeline has at least as many layers and microbatches as stages: pp with GPipe and 1F1B, else 2 * pp. symm_mem
+    never has moe.pad_to_capacity.
 
     `choice` has the name of an entry by feature, such as {"model": "gla"}; FEATURES lists both.
     """

@@ -46,7 +46,7 @@ class Events:
         return [event for event in self.all if event.name == name]
 
     def within(self, inner: str, outer: str) -> int:
-        """Return how many events `inner`, which must all have ended, lie completely within an event `outer`."""
+        """Return how many events `inner` lie within an event `outer`. All `inner` must have ended; not checked."""
         around = [(event.began, event.ended) for event in self.of(outer)]
         return sum(any(a < event.began and event.ended < b for a, b in around) for event in self.of(inner))
 

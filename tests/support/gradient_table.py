@@ -166,7 +166,7 @@ def table_of_step(changes: dict[str, Any]) -> dict[str, dict[str, str]]:
 
 
 def kind_of(name: str) -> str:
-    """Return a parameter's name without its layer."""
+    """Return a parameter's name without its layer, such as "moe.router.weight"."""
     return re.sub(r"^(layers\.\d+|mtp\.\d+\.block)\.", "", name).replace("mtp.0.", "mtp.")
 
 

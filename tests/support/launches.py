@@ -108,7 +108,7 @@ def shrink(config: Config) -> Config:
 
 
 def read_recipe(recipe: Path, *overrides: str) -> tuple[Config, int]:
-    """Return a recipe's config with `overrides`, words of a command line, and its number of ranks without them."""
+    """Return a recipe's config with `overrides`, words of a command line, and the recipe's own number of ranks."""
     ranks = recipe_ranks(read_draft([str(recipe)], COMPONENTS))
     return recipe_to_rehearse(["--config", str(recipe), *overrides], ranks, "h100"), ranks
 
@@ -116,7 +116,7 @@ def read_recipe(recipe: Path, *overrides: str) -> tuple[Config, int]:
 def compile_kernels(recipe: Path, *overrides: str) -> list[Kernel]:
     """Return all kernels that a rank of the recipe launches in a step, compiled.
 
-    Included are those of 8-bit experts, Triton's norms, accumulated weight gradients, benchmarks and symm_mem.
+    Included are those of 8-bit experts, Triton's norms, accumulated weight gradients, moe.force_balance and symm_mem.
     `overrides` are words of a command line, such as "--training.dtype", "float64".
     """
     recipe_config, ranks = read_recipe(recipe, *overrides)

@@ -99,8 +99,8 @@ def largest_gain(steps: Coefficients) -> float:
 def tolerance(config: Config) -> float:
     """Return the relative error that is allowed, by the narrowest dtype involved; the reference model's is negligible.
 
-    Newton-Schulz steps of Muon amplify rounding errors: TOLERANCE is for five classic ones, and grows with their gain,
-    but in float64 alone.
+    Newton-Schulz steps of Muon amplify rounding errors: in float64 alone, TOLERANCE, which is for five classic ones,
+    grows with their gain.
     """
     dtypes = {getattr(config.training, key.removeprefix("training.")) for key in NUMERICS}
     if "bfloat16" in dtypes:
