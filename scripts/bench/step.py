@@ -185,8 +185,8 @@ def matrix_peak(dtype: str, size: int = 2048) -> float:
 def measure(model: str, case: str, args: argparse.Namespace) -> list[dict[str, object]]:
     """Measure a model in a case on all sides, in turn; return a row for each side and routing.
 
-    Sides are "here", "against" and "titan"; `args` is the command line. Raises SystemExit if a rank of titanmoe ends
-    early; TorchTitan's are left out with a message.
+    Sides are "here", "against" and "titan"; `args` is the command line. Raises SystemExit if a rank ends early;
+    TorchTitan's are left out with a message if that is before their timed steps.
     """
     ranks, threads, _ = CASES[case]
     threads = 1 if args.tiny else threads
