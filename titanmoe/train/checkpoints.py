@@ -102,6 +102,8 @@ class Checkpoints:
     def begin(self) -> dict[str, str]:
         """Load the checkpoint or weights that the config asks for, if any, in place. Collective over the world.
 
+        Config and tokenizer files, the data's tokenizer in place of the model's, are copied for this run's checkpoints.
+
         Returns:
             Lines for the header that is printed at the start, by label: what was loaded, and warnings.
 
@@ -128,7 +130,8 @@ class Checkpoints:
     def _start_from_checkpoint(self, beginning: StartPoint) -> dict[str, str]:
         """Load a checkpoint, or with `beginning.model_only` its weights alone; return lines of the header by label.
 
-        `beginning.path` must be set. Collective over the world.
+        The checkpoint's config and tokenizer files are copied for this run's checkpoints. `beginning.path` must be set.
+        Collective over the world.
         """
         self.origin = beginning.path
         changes = self.load(Checkpoint(beginning.path), beginning.model_only)
@@ -174,7 +177,8 @@ class Checkpoints:
     def begin_from_hf(self) -> dict[str, str]:
         """Load the weights of checkpoint.initial_hf in place; return lines of the header by label.
 
-        A model on the hub is fetched first. Collective over the world.
+        A model on the hub is fetched first. The model's config and tokenizer files are copied for this run's
+        checkpoints. Collective over the world.
 
         Raises:
             ConfigError: the model cannot be fetched or does not fit [model].

@@ -111,7 +111,7 @@ class Guard:
         Collective over the world.
 
         Raises:
-            NumericalFault: on all ranks, after optimizer.skip_limit such steps in a row.
+            NumericalFault: on all ranks, in the optimizer.skip_limit-th such step in a row.
         """
         self.gradients.drop()
         step, skips = self.state.step, self.state.skips

@@ -52,7 +52,7 @@ def _lines(file: str) -> list[str]:
 
 
 def _read_bytes(file: str, name: str) -> int:
-    """Return in bytes the KiB on the first line of a file in /proc that begins with `name`; 0 without such a line."""
+    """Return in bytes the KiB on the first line of a file in /proc that begins with `name`; 0 without line or file."""
     return next((int(line.split()[1]) * 1024 for line in _lines(file) if line.startswith(name)), 0)
 
 

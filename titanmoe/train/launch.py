@@ -233,8 +233,8 @@ def main(
 
     It is 0, 128 plus the number of the signal that stopped training, 130 after a KeyboardInterrupt, and 1 after a
     CheckpointError, a NumericalFault or lack of memory, which are printed. A refused config ends the process with code
-    2, and any other error is raised. For `titanmoe score`, which its
-    launcher's config tells, log-probabilities are computed instead of training.
+    2, and any other error is raised. For `titanmoe score`, which its launcher's config tells, log-probabilities are
+    computed instead of training.
 
     Args:
         argv: arguments of the command line, such as ["recipe.toml", "--training.steps", "10"].

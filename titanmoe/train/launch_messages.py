@@ -141,7 +141,7 @@ def write_failure_note(
 
 
 def _write(file: Path, text: str) -> bool:
-    """Write a file completely or not at all, or in memory if the disk is full; return whether it was written."""
+    """Write a file completely or not at all, in NOTES_FOLDER if its disk is full; return whether it was written."""
     for place in note_paths(file):
         new = place.with_name(f"{place.name}.new")
         try:

@@ -59,8 +59,8 @@ class LearningRate:
 def warn_of_high_rate(options: Options) -> str:
     """Return a warning, for the header, about peak learning rates that are too high for most models; "" if none is.
 
-    Rates of [[optimizer.groups]] count too: with Muon all by the limit of its matrices, 0.2, else by AdamW's, 0.02.
-    Other optimizers are never warned of.
+    Rates of [[optimizer.groups]] count too: with Muon all groups by the limit of its matrices, 0.2, else by AdamW's,
+    0.02. Other optimizers are never warned of.
     """
     of_adamw = {"optimizer.lr": options.lr}
     of_matrices: dict[str, float] = {}

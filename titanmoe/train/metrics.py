@@ -86,7 +86,7 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
 
 
 def memory_gib(device: torch.device) -> float:
-    """Return the peak memory of this process in GiB: reserved by PyTorch's allocator on a GPU, resident on a CPU."""
+    """Return this process's peak memory in GiB since its start: on a GPU reserved by PyTorch, on a CPU resident."""
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device) / 2**30
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -232,10 +232,10 @@ class Metrics(Observer):
             self.event(step, "start", f"{fold.world} rank{'s' * (fold.world > 1)} on {device}", environment=machine)
 
     def log(self, step: int, values: dict[str, Any]) -> None:
-        """Record a step's metrics, write the events that they cause, and report them if metrics.log_every asks for it.
+        """Write the events that a step's metrics cause, and the metrics themselves if metrics.log_every asks for it.
 
-        The first step of this process, the last one, and those with an evaluation are reported as well. Speeds are
-        means since the report before, without the time of evaluations.
+        The first step of this process, the last one, and those with an evaluation are written as well: a line of
+        metrics.jsonl and a report. Speeds are means since the line before, without the time of evaluations.
 
         Args:
             values: metrics of the step by name: loss, grad_norm, lr, tokens (over all ranks), flops, and any others. A

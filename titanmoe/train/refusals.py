@@ -33,9 +33,9 @@ from titanmoe.train.runtime import read_environment
 
 
 def refusals(config: Config, world: int) -> list[str]:
-    """Return one message for each reason why this number of ranks cannot run the config on this machine; [] if none.
+    """Return one message for each law that the config breaks on `world` ranks and each thing that this machine lacks.
 
-    Files and disk space are not checked, but the teacher's config is.
+    [] if none. Files and disk space are not checked, but the teacher's config is.
     """
     on_machine = _with_machine(config)
     return [*violations(on_machine, world), *teacher_problems(on_machine, world), *machine_problems(config, world)]
@@ -48,7 +48,7 @@ def ranks_per_node(config: Config) -> int:
 
 
 def _with_machine(config: Config) -> Config:
-    """Return the config with the ranks per machine filled in, and with device "cpu" if this machine has no GPU."""
+    """Return the config with the ranks per machine, and without a GPU on this machine with any device made "cpu"."""
     device = config.training.device if config.training.device == "cpu" or _has_gpu() else "cpu"
     return replace(
         config,

@@ -241,7 +241,7 @@ def _read_lines(folder: Path, name: str) -> Iterator[str]:
 def _is_still_true(line: str, step: int) -> bool:
     """Return whether a line of a JSONL file remains when a run resumes from `step`.
 
-    Lines that are not valid are removed, and those about later steps, except events such as "save".
+    Lines that are not valid are removed, and those about later steps, except events whose kind REPEATED_EVENTS lacks.
     """
     try:
         record = json.loads(line)

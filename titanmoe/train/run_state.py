@@ -23,7 +23,7 @@ MIN_DEVIATION = 1e-3
 
 
 class SkipRule:
-    """Rule that decides which steps make no update (optimizer.skip_spikes), and counts of the steps it skipped."""
+    """Rule that decides which steps make no update (optimizer.skip_spikes), and counts of all steps without one."""
 
     def __init__(self, options: Options):
         self.options = options
@@ -84,5 +84,5 @@ class RunState:
 
     @property
     def updates(self) -> int:
-        """Number of steps that changed the weights."""
+        """Number of steps that changed the weights: not those that data.skip_steps or optimizer.skip_spikes skipped."""
         return self.step - self.skips.skipped

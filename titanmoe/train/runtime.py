@@ -144,7 +144,7 @@ def die_with_launcher() -> None:
 
 
 def use_expandable_segments() -> None:
-    """Set expandable_segments:True for PyTorch's CUDA allocator, unless the environment has settings for it.
+    """Set expandable_segments:True for PyTorch's CUDA allocator, unless the environment has any settings of it.
 
     PyTorch reads the setting once, so this has no effect after the first use of CUDA (`describe_segments` tells).
     """

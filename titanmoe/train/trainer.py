@@ -197,7 +197,7 @@ class Trainer:
         return update(training, work, sums, training.rate(state.step))
 
     def _count_labels(self, divisor: float) -> None:
-        """Count a step as one with or without labels; write an event at the 1st, 2nd, 4th, 8th, ... without.
+        """Count a step as one with or without labels; write an event at this process's 1st, 2nd, 4th, ... without.
 
         `divisor` is its number of labels, or another divisor of the objective.
         """

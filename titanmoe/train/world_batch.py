@@ -189,9 +189,10 @@ class DataRankBatch:
         return all_reduce(out_NS, meshes.world)[self.first : self.end]
 
     def gather_routes(self, routes_of_microbatch: Sequence[Tensor], meshes: Meshes, placement: Placement) -> Routes:
-        """Gather the experts that routers chose, (N, S, MoE layers, K) on the CPU, in the order of the given samples.
+        """Gather the experts that routers chose, (N, S, MoE layers, K) on the CPU, and their digests, on every rank.
 
-        Collective over the world.
+        They are in the order of the given samples; if each data rank gave its own, of its samples alone. Collective
+        over the world.
 
         Args:
             routes_of_microbatch: what this rank's routers wrote for its owned tokens of each microbatch (T, MoE
@@ -288,7 +289,7 @@ def _given_samples(batch: Batch | None, model: Model) -> list[int | None]:
 
 
 def _from_any_rank(batch: Batch | None, given: list[int | None]) -> Batch:
-    """Return on all ranks a batch that some ranks have; the first of these broadcasts it. Collective over the world.
+    """Return on all ranks a batch that some ranks have, that of the first of these. Collective over the world.
 
     If every rank has one, each returns its own, and nothing is sent or compared.
 

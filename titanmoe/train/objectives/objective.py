@@ -40,7 +40,7 @@ class Objective:
         return cls(meshes)
 
     def __call__(self, output_NBS: Tensor, batch_slice: BatchSlice) -> Tensor:
-        """Return the objective's sum over this rank's slice of a microbatch, by `sum`."""
+        """Return `sum` of this rank's slice of a microbatch, with the head's numbers as a HeadOutput."""
         return self.sum(HeadOutput.of(output_NBS), batch_slice)
 
     def report(self, batch_slice: BatchSlice, *sums: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""AdamW on local shards: torch's own, or in float32 with rounding for weights and moments in bfloat16 (`Rounding`).
+"""AdamW on local shards: torch's own, or in float32 with `Rounding` of weights and moments in bfloat16.
 
 Chosen by optimizer.name. It works on plain tensors, because the dispatch of DTensors costs the host time.
 """
@@ -123,7 +123,8 @@ class AdamW(Optimizer):
             parameters: this rank's trained weights, by name.
             groups: rates of the parameters that are in [[optimizer.groups]], by name.
             lr: peak rate of the other parameters; None for optimizer.lr.
-            rounding: how bfloat16 tensors are rounded; None to round to nearest.
+            rounding: how bfloat16 tensors are rounded, None to nearest. Read only with bfloat16 moments or
+                stochastic_rounding, which update in float32; else torch's AdamW updates.
         """
         super().__init__(parameters, options)
         self.rounding, self.options = rounding or Rounding(parameters), options

@@ -188,7 +188,7 @@ class Muon(Optimizer):
         return 0.2 * math.sqrt(max(rows, columns))
 
     def _direction(self, name: str, momentum: Tensor) -> Tensor:
-        """Update the momentum with the gradient; return the direction of the weight's update.
+        """Update the momentum with the gradient; return the direction of the weight's update, not orthogonalized.
 
         The direction uses the gradient's memory, unless that is bfloat16: it is float32 then. The parameter's gradient
         is None afterwards.
@@ -222,7 +222,7 @@ class Muon(Optimizer):
     def _orthogonalize_by_gram(
         self, weights: list[ShardedWeight], shards: dict[str, Tensor], grams: list[Tensor], eps_norm: Tensor | float
     ) -> None:
-        """Orthogonalize and scale in place this rank's rows or columns of matrices that are sharded over ranks.
+        """Orthogonalize and scale in place this rank's part of matrices that are sharded along their larger dim alone.
 
         Args:
             shards: this rank's shards of the update's directions, by name of the weight.

@@ -37,7 +37,10 @@ class GroupRates(NamedTuple):
 
 
 def group_rates(parameters: Iterable[str], config: Config) -> dict[str, GroupRates]:
-    """Return the rates of each parameter that a group of [[optimizer.groups]] matches, by name; others are absent."""
+    """Return the rates of each parameter that a group of [[optimizer.groups]] matches, by name; others are absent.
+
+    `group_contradictions` refuses a parameter in two groups.
+    """
     out, tied = {}, config.model.tie_embeddings
     for name in parameters:
         for table in config.optimizer.groups:
@@ -212,7 +215,7 @@ class OptimizerSpec(Spec):
         return ()
 
     def state_numbers(self, config: Config) -> int:
-        """Return how many numbers the optimizer's state has, of the full model's trained weights, over all ranks."""
+        """Return how many numbers of state the optimizer has for the full model's trained weights, without replicas."""
         tuning, patterns = Tuning.of(config), self.matrices(config)
         of_matrices = sum(
             prod(shape)
