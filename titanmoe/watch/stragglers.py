@@ -229,9 +229,9 @@ class Stragglers:
                 self.waits.clear()
 
     def _probe(self, result: Slowest) -> None:
-        """Time the links, and set `link` to one that is slow in every probe and costs a step enough; else to None.
+        """Time the links, and set `link` to one that is slow in every probe and costs enough; else to None.
 
-        Collective over the world.
+        Enough is more than SLOW_FRACTION of a step, of `result.step_s` seconds. Collective over the world.
         """
         self.link = None
         for _ in range(IN_A_ROW):  # a link that is slow only once was interrupted
