@@ -77,6 +77,10 @@ def test_a_longer_run_says_that_its_rate_rises_and_from_what() -> None:
         "note: the learning rate falls from 0.0005 to 0.0001 here"
     ]
     assert describe_rate_change(60, {}, rate(config)) == []
+    before["lr_schedule.min_ratio"] = 0.0
+    assert describe_rate_change(60, before, rate(config)) == [
+        "note: the learning rate, which had come to 0, rises to 0.0001 here, and the loss may rise with it"
+    ], "a rate of 0 is refused"
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,12 +14,14 @@ from torch.distributed.tensor import DTensor
 
 from tests import parity, world
 from tests.checkpoint import runs
-from titanmoe.config.schema import Optimizer
+from titanmoe.config.schema import Checkpoint, Optimizer, Training
 from titanmoe.data.batch import Batch
 from titanmoe.data.loader import Loader
 from titanmoe.observe import Observer, listening
 from titanmoe.train.checks import NumericalFault
 from titanmoe.train.run_state import SkipRule
+from titanmoe.watch.heartbeat import FIRST_STEP
+from titanmoe.watch.run_watch import HeartbeatListener, Watch
 
 NAN, SPIKE, SAVED, LAST = 2, 6, 5, 7
 RUN = runs.RUN | {"checkpoint.interval": SAVED, "training.steps": LAST, "optimizer.skip_window": 8}
@@ -172,6 +175,27 @@ def test_what_is_usual_is_known_first_and_what_was_skipped_is_no_part_of_it() ->
         -5.0, 0.1, 6.0
     )
     assert skips.find_outlier(5.0, 1.0, 6.0) and skips.find_outlier(float("inf"), 1.0, 6.0) == "loss inf"
+
+
+def first_steps_skipped(folder: str) -> tuple[list[int], list[int], int]:
+    """Train while rank 1 asks to stop in step 4, which is skipped.
+
+    Returns the steps after which time-outs became short, the first steps by the heartbeat, and the last step.
+    """
+    changes = {"job.dump_folder": folder, "data.skip_steps": ["1-2", "4-6"], "training.steps": 9}
+    trainer = parity.make_trainer(runs.RUN | changes)
+    training, short, first = trainer.training, [], []
+    runtime, watch = training.runtime, Watch(Training(), Checkpoint(), training)
+    training.checkpoints.wants_to_stop = lambda: runtime.rank == 1 and trainer.step == 4
+    training.metrics.log = lambda step, report: first.append(int(watch.heart.numbers[FIRST_STEP]))
+    becomes_short = mock.patch.object(type(runtime), "steady_timeout", lambda *_: short.append(trainer.step))
+    with becomes_short, listening(HeartbeatListener(watch.heart)):
+        trainer.train()
+    return short, first, trainer.step
+
+
+def test_skipped_steps_are_no_first_steps_and_can_be_stopped(tmp_path: Path) -> None:
+    assert world.run(2, first_steps_skipped, str(tmp_path)) == [([3], [3], 4)] * 2
 
 
 def test_a_run_is_told_of_steps_that_are_none() -> None:

@@ -299,6 +299,7 @@ def recipe_to_rehearse(argv: list[str], world: int, hardware: str, node: int = 8
             training=training,
             parallelism=replace(config.parallelism, node=on_node),
             metrics=replace(config.metrics, wandb=""),
+            data=replace(config.data, skip_steps=[]),
             profile=Profile(),
             validation=Validation(),
         )

@@ -102,7 +102,8 @@ def describe_rate_change(step: int, before: Mapping[str, Any], rate: LearningRat
     now = rate(min(step + 1, rate.steps))  # the log's next line shows the rate of the next step
     if now < was:
         return [f"note: the learning rate falls from {was:.3g} to {now:.3g} here"]
+    advice = f'; to keep it, set optimizer.lr = {was:.3g} and lr_schedule.decay = "none"' if was else ""
     return [
-        f"note: the learning rate, which had come to {was:.3g}, rises to {now:.3g} here, and the loss may rise "
-        f'with it; to keep it, set optimizer.lr = {was:.3g} and lr_schedule.decay = "none"'
+        f"note: the learning rate, which had come to {was:.3g}, rises to {now:.3g} here, and the loss may rise with "
+        f"it{advice}"
     ]

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from titanmoe import observe
+from titanmoe.checkpoint.on_all_ranks import on_all_ranks
 from titanmoe.data.describe_samples import describe_first_sample
 from titanmoe.data.source_mix import TRUNCATION_ROWS
 from titanmoe.moe.balance import update_expert_bias
@@ -113,7 +114,7 @@ class Trainer:
                 listening.enter_context(observe.listening(observer))
             all_threads = training.gradients.engine.pairs is not None
             profiler = Profiler(training.profile, run, training.runtime, all_threads)
-            first, paused = self.step + 1, {}
+            first, paused, is_cold = self.step + 1, {}, True
             if self.step >= training.steps:
                 option, has, more = "training.steps", training.steps, 2 * self.step
                 if training.epochs:
@@ -153,8 +154,9 @@ class Trainer:
                     paused |= checkpoints.after_step()
                     observe.active.phase("other", self.step)
                     training.garbage.collect(self.step)
-                    if self.step == first:
+                    if is_cold and report:  # a skipped step loads no kernels, and leaves the first one slow
                         training.runtime.steady_timeout(training.timeout_s, checkpoints.long_timeout_groups)
+                        is_cold = False
                 if training.best and training.best.stops and self.step >= first:
                     print_rank_0(f"stopped    {training.best.why_stopped()}")
                 return checkpoints.finish()
@@ -185,6 +187,7 @@ class Trainer:
         observe.active.phase("data", state.step)
         batches = training.loader.next_step()
         if training.guard.skips_batch():
+            self.stopping = any(on_all_ranks(training.checkpoints.group, training.checkpoints.wants_to_stop))
             return {}
         totals = training.slicer.count(batches)
 

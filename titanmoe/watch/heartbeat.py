@@ -21,7 +21,7 @@ REPLY, END = 32, 8192
 """The offsets of the reply to an alarm and of the end of the memory, in words of 8 bytes."""
 # Indices into a heartbeat's numbers.
 (PID, STATE, FIRST_STEP, STEP, PHASE, POSITION) = range(6)
-"""FIRST_STEP: the step that this start of the run began with. PHASE: an index into PHASE_NAMES."""
+"""FIRST_STEP: the first step that this start of the run computes. PHASE: an index into PHASE_NAMES."""
 (STEP_BEGUN, PREVIOUS_BEGUN) = range(6, 8)
 """Times when this step and the one before it began, in nanoseconds of `time.time_ns`."""
 (WAITING, ALARM, REPORTED, REPLY_LENGTH) = range(8, 12)

@@ -65,15 +65,17 @@ class HeartbeatListener(Observer):
     """Observer that writes the step's phase, microbatch and layer into this rank's heartbeat."""
 
     def __init__(self, heart: Heartbeat):
-        self.heart, self.position = heart, Position()
+        self.heart, self.position, self.has_computed = heart, Position(), False
 
     def phase(self, name: str, step: int) -> None:
         numbers = self.heart.numbers
         numbers[heartbeat.STEP] = step
         if name == "data":
-            numbers[heartbeat.FIRST_STEP] = numbers[heartbeat.FIRST_STEP] or step
+            if not self.has_computed:
+                numbers[heartbeat.FIRST_STEP] = step
             numbers[heartbeat.PREVIOUS_BEGUN] = numbers[heartbeat.STEP_BEGUN]
             numbers[heartbeat.STEP_BEGUN] = time.time_ns()
+        self.has_computed |= name == "forward_backward"
         phase = PHASE_NAME_OF.get(name, name)
         self.heart.enter_phase(PHASE_NAMES.index(phase) if phase in PHASE_NAMES else heartbeat.BETWEEN)
 
