@@ -29,8 +29,8 @@ def open_session(
 ) -> Session:
     """Build the run of a recipe on this rank, without its data, and load its weights. Collective over the world.
 
-    The recipe's validation, quizzes and checkpoints are off, training.epochs is 0 unless `changes` sets it, and the
-    dispatchers "symm_mem" and "auto" become "alltoall".
+    The recipe's validation, quizzes and scheduled checkpoints are off, training.epochs is 0 unless `changes` sets it,
+    and the dispatchers "symm_mem" and "auto" become "alltoall".
 
     Args:
         recipe: a TOML file, or the name of a shipped recipe.
@@ -72,9 +72,10 @@ def open_session(
 
 
 def _joined_runtime(config: Config) -> Runtime:
-    """Return the runtime of a process that has joined a process group; ConfigError if it lacks the device.
+    """Return the runtime of a process that has joined a process group.
 
-    A GPU is the one that torch has as its current one. The group's timeouts stay as they are.
+    A GPU is the one that torch has as its current one; ConfigError if training.device is "cuda" and there is none. The
+    group's timeouts stay as they are.
     """
     rank, local = dist.get_rank(), read_environment().local_rank
     on_gpu = uses_gpu(config.training.device)

@@ -66,7 +66,7 @@ class ChunkedSegment(NamedTuple):
         return after[..., :k], after[..., k:]
 
     def forward(self, state_BHkv: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Compute the segment's outputs and the state after it. Differentiable; by plain formulas backward recomputes.
+        """Compute the segment's outputs and the state after it. Differentiable; without fla-core, backward recomputes.
 
         Args:
             state_BHkv: the state before the segment; None for zeros.

@@ -34,7 +34,7 @@ SAFETY = 1.01
 def step_coefficients(name: str, steps: int) -> Coefficients:
     """Return the coefficients (a, b, c) of each Newton-Schulz step.
 
-    "classic" repeats one triple. "polar_express" has seven of its own, divided by powers of SAFETY, then LATER.
+    "classic" repeats one triple. "polar_express" has seven, divided by powers of SAFETY, then repeats the triple LATER.
 
     Args:
         name: "classic" or "polar_express".

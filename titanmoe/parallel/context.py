@@ -377,7 +377,7 @@ def full_sequence_attention(
     """Return attention over full sequences on one rank, (B, L, H, width of a value), without communication.
 
     Differentiable. Computed block by block, never with all logits in memory, if there are windows, sinks or a
-    `report_lse`, or on a CPU documents; else by torch's scaled_dot_product_attention.
+    `report_lse`, or on a CPU documents; else by torch's scaled_dot_product_attention, documents as a dense mask.
 
     Args:
         sinks_H: logit of one more key of each head, whose value is zero; None without.

@@ -30,7 +30,7 @@ def apply_expert_parallel(model: Transformer, meshes: Meshes) -> None:
 
 
 def expert_ranks(meshes: Meshes) -> ExpertRanks:
-    """Return the process groups, and their sizes, over which this rank exchanges routed tokens."""
+    """Return the dispatch group of ep x etp, with both degrees, and its groups within and across nodes, if any."""
     return ExpertRanks(meshes.expert_group, meshes.fold.ep, meshes.fold.etp, meshes.within, meshes.across)
 
 

@@ -66,7 +66,7 @@ def shard_region(shape: tuple[int, ...], axes: Axes, coordinate: Mapping[str, in
 class MatrixShard(NamedTuple):
     """The rows and columns of one matrix that a rank has, and where they are in the rank's shard of the weight.
 
-    `read` and `slice_of_full` fail without rows, as of NO_SHARD.
+    Without rows, as of NO_SHARD, `read` and `slice_of_full` fail, and `write` and `write_to_full` do nothing.
     """
 
     rows: tuple[tuple[int, int, int], ...]

@@ -189,7 +189,10 @@ class Pipeline:
         return sum((loss.detach() for loss in losses), total)
 
     def _warm_up(self, first: BatchSlice) -> None:
-        """Load the kernels of this rank's stages, by a forward and backward of `first` that leaves no trace."""
+        """Load the kernels of this rank's stages, by a forward and backward of `first` that change nothing.
+
+        Collective over the ranks of each stage, and over pp too if all stages share the vocabulary.
+        """
         # In validation without what multi-token prediction reads, so with any ids and labels. Losses get the slice
         # itself, as they will again: they record by a slice's identity.
         tokens = first.tokens._replace(next_BS=first.ids_BS, later_BS=first.labels_BS)

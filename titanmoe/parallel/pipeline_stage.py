@@ -62,7 +62,7 @@ class Announcer:
 
     @contextmanager
     def __call__(self, stage: int, microbatch: int, backward: bool) -> Iterator[None]:
-        """Announce that this context is the forward or backward of a microbatch.
+        """Announce that this context is the forward or backward of a microbatch, and its end a wait again.
 
         Args:
             stage: number of the stage in the pipeline.

@@ -83,7 +83,7 @@ def cell_of(action: torch_schedules._Action | None) -> Cell:
 
 
 def _torch_action(cell: Cell) -> torch_schedules._Action:
-    """Return torch's form of a cell: of one forward or backward, or of two that overlap."""
+    """Return torch's form of a cell that is not idle: one forward or backward, or two that overlap."""
     text = ";".join(map(str, cell))
     return torch_schedules._Action.from_str(text if len(cell) == 1 else f"({text})OVERLAP_F_B")
 

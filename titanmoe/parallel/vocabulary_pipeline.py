@@ -157,9 +157,10 @@ class VocabularyPasses:
 
     @contextmanager
     def step(self, slices: Sequence[BatchSlice], microbatch_loss: MicrobatchLoss, backward: bool) -> Iterator[None]:
-        """Run passes within this context, for a step. The last backward pass sums their gradients over data ranks.
+        """Run passes within this context, for a step. Afterwards `losses` has each microbatch's on the last stage.
 
-        Afterwards `losses` has each microbatch's loss on ranks of the last stage. Collective over the data ranks.
+        The step's last backward sums the gradients over data ranks: the embedding's, when the context ends, or the last
+        pass T if the embedding is frozen. Collective over the data ranks.
 
         Args:
             microbatch_loss: returns a microbatch's loss, from the head's numbers (N, B, S) and its slice.
@@ -183,7 +184,7 @@ class VocabularyPasses:
                 tensors.clear()
 
     def __call__(self, action: TorchAction, context: Any) -> None:
-        """Run a pass. Called by torch's runtime within `step`; collective over pp and tp, a step's last also over data.
+        """Run a pass. Called by torch's runtime within `step`; collective over pp and tp.
 
         Args:
             action: the action of the table, whose kind is one of `Pass`.

@@ -114,7 +114,7 @@ class BlockCosts(AttentionCosts):
     ) -> tuple[Cost, Cost]:
         """Return the costs (forward, backward) of a dense or shared feed-forward network for one microbatch.
 
-        Its norm, tp's messages and its adapters are included.
+        A norm (for a shared expert too), tp's messages and its adapters are included.
 
         Args:
             hidden: width of the network, before tp divides it.

@@ -91,7 +91,7 @@ class Candidates:
         return sum(len(group.variants) * len(group.dispatchers) for group in self.groups)
 
     def __iter__(self) -> Iterator[Candidate]:
-        """Yield the candidates in no order."""
+        """Yield the candidates in no order, unlike `by_bound`."""
         return chain.from_iterable(map(self._bounded, self.groups))
 
     def by_bound(self) -> Iterator[Candidate]:

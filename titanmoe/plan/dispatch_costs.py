@@ -131,7 +131,8 @@ class DispatchCosts:
     ) -> float:
         """Return the seconds that dispatch and combine of T tokens add to the computation that hides them.
 
-        They are those of forward or of backward, as `products` are. 0 if ep * etp is 1.
+        They are what computation does not hide, and what the rest slows it down by (`Links.exposed`); of forward or of
+        backward, as `products` are. 0 if ep * etp is 1.
 
         Args:
             choice: the dispatcher, and what overlaps with it.
@@ -164,7 +165,7 @@ class DispatchCosts:
             weights: elements of the weights whose gradients are summed.
             T: tokens whose outputs are joined.
             direction: 0 forward, 1 backward.
-            times: FLOPs relative to forward; up to 1 there are no gradients of weights.
+            times: FLOPs relative to forward; in backward at most 1 if the weights are frozen, without gradients.
         """
         return Cost(
             memory=self.move_seconds(T * self.model.dim * HALVES),

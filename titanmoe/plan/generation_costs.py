@@ -118,7 +118,7 @@ class GeneratorPlan:
         return sum(self.components.values())
 
     def as_json(self) -> dict[str, Any]:
-        """Return the plan as data for `--json`: seconds of a step, of "token" those of one forward, and bytes."""
+        """Return the plan as data for `--json`: seconds of a step; of one forward, by device and host; bytes."""
         return {
             "mapping": vars(self.parallelism),
             "seconds": self.seconds,

@@ -46,7 +46,7 @@ class Alike(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _weights(key: ModelKey, tp: int, by_head: bool, router: bool, tuning: Tuning) -> list[Alike]:
-    """Return the trained weights that Muon treats as matrices, grouped by name and shape.
+    """Return the trained weights that Muon treats as matrices, grouped by name and full shape.
 
     Args:
         tp: ranks of tensor parallel, which decide what is copied rather than divided.

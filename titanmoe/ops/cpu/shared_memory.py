@@ -22,7 +22,7 @@ FOLDER = "/dev/shm"
 
 
 def missing() -> str:
-    """Return why ranks on CPUs of this machine cannot share memory; "" if they can."""
+    """Return why ranks on CPUs cannot share memory where the system is not Linux, as text; "" on Linux."""
     return "" if sys.platform == "linux" else f"ranks on CPUs share memory in {FOLDER}, which only Linux has"
 
 

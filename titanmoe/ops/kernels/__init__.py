@@ -41,7 +41,7 @@ def fused(kernels: str, x: Tensor) -> bool:
 
 
 def missing(on_gpu: bool) -> str:
-    """Return why Triton kernels cannot run in this process; "" if they can.
+    """Return why Triton kernels cannot run: not installed, or on CPUs and not interpreted; "" if they can.
 
     Args:
         on_gpu: whether the run is on GPUs.

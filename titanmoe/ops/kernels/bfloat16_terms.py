@@ -51,6 +51,6 @@ def bfloat16_terms(x_RC: Tensor, backwards: bool) -> Tensor:
 
 @bfloat16_terms.register_fake
 def _(x_RC, backwards):
-    """Return an empty tensor of the shape of `bfloat16_terms`'s result, for tracing."""
+    """Return an empty tensor like `bfloat16_terms`'s result, (R, 4, C) in either order, for tracing."""
     R, C = x_RC.shape
     return x_RC.new_empty(R, 4, C, dtype=torch.bfloat16)

@@ -111,7 +111,7 @@ def _backward_programs(x: Tensor) -> int:
 def _empty_weight_sums(x: Tensor, wanted: bool) -> Tensor:
     """Allocate the tensor (P, D) to which each of P programs writes its sum of the weight's gradient.
 
-    P = 0 if the gradient is not wanted. Its dtype is float32, or float64 for x in float64.
+    P is `_backward_programs`, or 0 if the gradient is not wanted. Its dtype is float32, or float64 for x in float64.
     """
     return x.new_empty(
         _backward_programs(x) if wanted else 0, x.shape[-1], dtype=torch.promote_types(x.dtype, torch.float32)

@@ -34,6 +34,7 @@ def angles(cos, sin, offset, SIGN: tl.constexpr, HALF: tl.constexpr, P: tl.const
         SIGN: 1, or -1 to rotate by the opposite angles.
         HALF: half the width of a head, the number of angles.
         P: HALF rounded up to a power of two.
+        WIDE: the dtype of the tiles, in which to compute.
     """
     i = tl.arange(0, P)
     c = tl.load(cos + offset + i, mask=i < HALF, other=0.0).to(WIDE)[None, :]

@@ -44,7 +44,7 @@ def _largest(key, columns):
 
     Args:
         key: the numbers.
-        columns: the numbers of the columns.
+        columns: the numbers of the columns, a row.
     """
     return tl.min(tl.where(key == tl.max(key, 1)[:, None], columns, key.shape[1]), 1)[:, None]
 
