@@ -114,13 +114,14 @@ ROWS = (
 )
 
 
-def test_a_weight_larger_than_a_round_is_exchanged_at_once() -> None:
+@pytest.mark.parametrize(("dtype", "width"), [("float32", 2), ("float64", 8)])
+def test_a_weight_larger_than_a_round_is_exchanged_at_once(dtype: str, width: int) -> None:
     words = ["--optimizer.name=muon", "--parallelism.pp=1", "--parallelism.cp=1", "--parallelism.tp=2"]
     words += ["--parallelism.experts.ep=32", "--parallelism.experts.etp=2"]
-    config = load(["kimi_k2", *words], COMPONENTS, lambda config: [])
+    config = load(["kimi_k2", *words, f"--training.dtype={dtype}"], COMPONENTS, lambda config: [])
     fold = derive(64, config.parallelism)
-    # 12 of 384 experts, each half of its 2,048 x 7,168; sent and received in bfloat16.
-    assert fold.edp == 1 and matrix_buffer_bytes(config, fold) == 2 * 12 * 1024 * 7168 * 2
+    # 12 of 384 experts, each half of its 2,048 x 7,168; sent and received in bfloat16, or where training is in float64.
+    assert fold.edp == 1 and matrix_buffer_bytes(config, fold) == 2 * 12 * 1024 * 7168 * width
 
 
 def test_the_page_has_these_figures() -> None:

@@ -78,7 +78,7 @@ def muon_work(config: Config, fold: Fold) -> MuonWork:
     has.
     """
     model, options = config.model, config.optimizer
-    width = 8 if config.training.dtype == "float64" else WIDTHS[options.ns_dtype]
+    width = _element_bytes(config)
     dense, experts = fold.dp_shard * fold.cp * fold.tp, fold.edp * fold.etp
     sliced = model.num_experts // fold.ep % fold.edp != 0
     flops, dense_bytes, expert_bytes = 0.0, 0.0, 0.0
@@ -101,7 +101,7 @@ def muon_work(config: Config, fold: Fold) -> MuonWork:
 def matrix_buffer_bytes(config: Config, fold: Fold) -> int:
     """Return the most bytes of the send and receive buffers of a rank, in which Muon's update exchanges matrices."""
     work, options = muon_work(config, fold), config.optimizer
-    width = WIDTHS[options.ns_dtype]
+    width = _element_bytes(config)
     dense, experts = fold.dp_shard * fold.cp * fold.tp, fold.edp * fold.etp
     weights = _weights(ModelKey.of(config.model), fold.tp, options.by_head, options.router_matrix, Tuning.of(config))
     # A round has at most ROUND elements of a rank, or a single larger weight.
@@ -110,6 +110,11 @@ def matrix_buffer_bytes(config: Config, fold: Fold) -> int:
     directions = (work.attention_bytes, dense), (work.expert_bytes, experts)
     both = max(sent * ranks / max(1, ranks - 1) for sent, ranks in directions)
     return min(2 * max(ROUND, *shards) * width, round(both))
+
+
+def _element_bytes(config: Config) -> int:
+    """Return the bytes of a number in Newton-Schulz and its messages."""
+    return 8 if config.training.dtype == "float64" else WIDTHS[config.optimizer.ns_dtype]
 
 
 def _expert_matrix_bytes(name: str, shape: Shape, fold: Fold, sliced: bool, width: int) -> float:
