@@ -20,9 +20,9 @@ def quick_tests() -> dict[str, str]:
 
 
 def table_problems(table: dict[str, str], tests: Collection[str]) -> list[str]:
-    """Return a line for each thing that is wrong with the table of `quick_tests`; [] if nothing is.
+    """Return a line for each thing that is wrong with the table that `quick_tests` returns; [] if nothing is.
 
-    `tests` are the ids of all tests that pytest collects.
+    A test of either side must exist, and a quick one not be slow itself. `tests` are the ids of all tests collected.
     """
     gone = sorted({*table, *table.values()}.difference(tests))
     absent = sorted(set(table.values()) & set(table))

@@ -153,7 +153,7 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    """Compare each checkpoint's files with the sizes and CRC-32 in its manifest; return 1 if one is damaged."""
+    """Compare the files of a run's checkpoints with the sizes and CRC-32 in manifests; return 1 if one is damaged."""
     damaged = 0
     for path in [latest_checkpoint(args.RUN)] if args.latest else layout.checkpoints_in(args.RUN):
         try:
@@ -167,7 +167,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _diff(args: argparse.Namespace) -> int:
-    """Print what differs between two checkpoints: all of the records, and matching tensors. Return 1 if anything does.
+    """Print what differs between two checkpoints: records, and tensors named by --match. Return 1 if anything does.
 
     Tensors of different shape or dtype are not read. Relative differences are to the largest absolute value in A.
     """

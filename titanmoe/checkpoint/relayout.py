@@ -89,7 +89,7 @@ def pack(layout: Layout) -> bytes:
 
 
 def unpack(packed: bytes) -> Layout:
-    """Return the layout that `pack` was given."""
+    """Return the layout of a rank's shards that `pack` was given."""
     rows = json.loads(zlib.decompress(packed))
     return {
         (name, getattr(torch, dtype), tuple(shape)): [(tuple(offset), tuple(sizes)) for offset, sizes in regions]

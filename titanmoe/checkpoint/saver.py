@@ -88,7 +88,10 @@ class Saver:
         on_all_ranks(self.group, lambda: self._prepare() if self.first else None)
 
     def _prepare(self) -> None:
-        """Make the folder, test that it can be written to, and complete or remove what interrupted saves left in it."""
+        """Make the folder, test that it can be written to, and complete or remove what interrupted saves left in it.
+
+        Only the first rank calls it.
+        """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=self.folder).close()

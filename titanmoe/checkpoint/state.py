@@ -74,7 +74,7 @@ def shards_to_save(named_shards: Targets) -> dict[str, TensorShard]:
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Return a module's persistent buffers by name, without those that are parameters too."""
+    """Return a module's persistent buffers by name, without any that is also registered as a parameter."""
     parameters = {id(p) for p in module.parameters()}
     return {
         f"{path}.{name}" if path else name: buffer

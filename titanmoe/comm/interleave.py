@@ -73,7 +73,7 @@ class InterleavedPair:
     """Runs two computations interleaved, the first in the calling thread, the second in a thread that it owns."""
 
     def __init__(self, while_waiting: Callable[[], AbstractContextManager[None]] = nullcontext):
-        """Start the thread of the second side.
+        """Make a pair whose second side has one thread for all calls of `run`, started by the first.
 
         Args:
             while_waiting: makes the context manager that a side is in while the other side is active.

@@ -67,7 +67,7 @@ def in_checkpointed_region() -> bool:
 
 
 def recomputing() -> bool:
-    """Return whether backward is now recomputing a checkpointed region, so that nothing uses the region's output.
+    """Return whether backward is now recomputing a checkpointed region, whose output nothing uses then.
 
     Always False in code that torch.compile traces.
     """

@@ -17,7 +17,7 @@ _COMMENT = re.compile(r"# world = ([1-9]\d{0,6})")
 
 
 def recipe_ranks(draft: Draft) -> int:
-    """Return the number of ranks that the recipe or the command line sets (job.ranks); 0 if neither does.
+    """Return job.ranks as the recipe or an override sets it; 0 if neither does. The caller has looked for --ranks.
 
     Raises:
         ConfigError: if the recipe cannot be read, or has the number only in an old comment "# world = N".

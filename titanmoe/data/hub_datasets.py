@@ -211,7 +211,7 @@ def _choose_split(dataset: HubDataset, folder: Path) -> list[str]:
     `folder` is the data set's folder in the cache, with the list of its files.
 
     Raises:
-        ConfigError: there is no such split, it has no files that can be read, or the cache lacks some.
+        ConfigError: there is no such split, it has no files that can be read, or the cache lacks some of them.
     """
     title, names = f"{PREFIX}{dataset.repo.name}", _listed_files(folder) or []
     splits = _find_splits(dataset, names, _read_card(folder / CARD))
@@ -265,7 +265,7 @@ def _find_splits(dataset: HubDataset, names: list[str], card: Mapping[str, Any])
 
 
 def _read_card(file: Path) -> dict[str, Any]:
-    """Return the YAML at the beginning of a card as a dict; {} without one, ConfigError if it cannot be parsed."""
+    """Return the YAML at the beginning of a card as a dict; {} without card or YAML, ConfigError if not parsable."""
     import huggingface_hub
 
     try:

@@ -31,7 +31,7 @@ def format_seq_lens(length_D: np.ndarray, total: int) -> str:
     """Return the smallest values of seq_len that keep 95, 99 and 100 % of the documents, as text.
 
     Args:
-        length_D: lengths of the longest documents, more than 5 % of all, or of all.
+        length_D: lengths of the documents, at least of the longest 5 % and of one more.
         total: number of all documents.
     """
     ascending_D = np.sort(length_D)

@@ -151,7 +151,7 @@ class StreamPacker:
 
     @property
     def note(self) -> str:
-        """Line for the log's header about chats that windows truncate; "" if every token is a label."""
+        """Line for the log's header: windows truncate these chats; "" if documents are texts, all tokens labels."""
         if not is_masked(self.documents):
             return ""
         return (

@@ -80,8 +80,9 @@ class InputFile:
 
 
 class RecordReader:
-    """Reader of the lines or bytes of one span, on which formats build. `at` is the bytes of the span read so far.
+    """Reader of the lines or bytes of one span, on which formats build.
 
+    `at` is the bytes of the span read so far; `empty` is set once a file has been read that decompresses to nothing.
     A document longer than `max_mb` ends the reading even if malformed lines are skipped: skipping it would mean
     decompressing it.
 

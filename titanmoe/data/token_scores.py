@@ -149,7 +149,7 @@ class StoredScores:
 
 
 def find_scores(documents: ShardDocuments, model: str, seq_len: int) -> StoredScores | None:
-    """Return the stored scores by a model, of sequences of at least `seq_len` tokens; None if there are none.
+    """Return the stored scores by a model; None if there are none, or of sequences shorter than `seq_len` tokens.
 
     `model` is the digest of the model, or the name of a folder of top-k scores.
 

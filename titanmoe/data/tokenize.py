@@ -73,7 +73,7 @@ class ShardPlan:
 
     @property
     def tokenizer_files(self) -> dict[str, Path]:
-        """Files to store beside the shards, by name: the tokenizer's and the job's chat template; {} for bytes."""
+        """Files to store beside the shards, by name: the tokenizer's and the job's chat template; {} if it is bytes."""
         files, template = self.tokenizer.files(), self.job.chat_template
         return files | {CHAT_TEMPLATE: Path(template).expanduser()} if files and template else files
 

@@ -122,8 +122,8 @@ def model_violations(degrees: Mapping[str, int], config: Config) -> Iterator[str
 def _adapters(config: Config, ep: int, etp: int, edp: int) -> Iterator[str]:
     """Yield a message if the LoRA adapters of experts cannot be sharded evenly over edp.
 
-    An adapter matrix is sharded by expert, else along the width that is not the adapter's rank: of B of w1 and w3, and
-    of A of w2, that is the hidden width.
+    An adapter matrix is sharded by expert, else along the width that is not the adapter's rank. Of B of w1 and w3, and
+    of A of w2, that is the hidden width, checked here; of the others the model dim, checked for the weights.
     """
     model = config.model
     local_experts, hidden = model.num_experts // ep, model.expert_hidden // etp

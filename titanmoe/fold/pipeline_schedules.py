@@ -104,7 +104,7 @@ def stage_ranks(options: Pipeline, pp: int) -> list[int]:
     """Return the pipeline rank that runs each stage, in the order of stages.
 
     Args:
-        options: the recipe's [pipeline]; ignored if pp = 1.
+        options: the recipe's [pipeline]; ignored if pp = 1, which has one stage.
 
     Raises:
         OSError: pipeline.schedule_csv cannot be read.
@@ -224,7 +224,7 @@ def is_pass(cell: Cell) -> bool:
 def bubble(rows: Sequence[Sequence[Cell]], stages: int, loss_cost: float = 0.0) -> float:
     """Return the fraction of all ranks' time that is idle by `simulate`, if all stages cost the same.
 
-    Raises ValueError if the schedule deadlocks.
+    `loss_cost` is that of `simulate`, in forwards of a stage. Raises ValueError if the schedule deadlocks.
     """
     return simulate(rows, stages, loss_cost=loss_cost)[0]
 
@@ -241,7 +241,8 @@ def simulate(
         rows: the cells of each pipeline rank, in the order in which it runs them.
         stage_costs: time of each stage's forward, in the unit of the second result; other actions take as many times
             that as COST says. () for 1 each.
-        loss_cost: time of the loss of a microbatch, forward and backward, where all stages share the vocabulary.
+        loss_cost: each rank's time for its slice of a microbatch's loss, forward and backward, where all stages share
+            the vocabulary; not used otherwise.
 
     Raises:
         ValueError: if the schedule deadlocks.

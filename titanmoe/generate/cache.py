@@ -100,7 +100,7 @@ class PerWindow:
         return x_BGLh
 
     def select_texts(self, text_B: Tensor) -> None:
-        """Keep the cache of the texts with these indices only."""
+        """Keep the cache of the texts with these indices only, in this order."""
         self.x = self.x[text_B]
 
     def drop_last(self, count: int) -> bool:
@@ -128,7 +128,7 @@ class PerText:
         self.x = x_B if self.x is None else torch.cat((self.x, x_B))
 
     def select_texts(self, text_B: Tensor) -> None:
-        """Keep the cache of the texts with these indices only."""
+        """Keep the cache of the texts with these indices only, in this order."""
         self.x = self.x[text_B]
 
     def drop_last(self, count: int) -> bool:
@@ -163,7 +163,7 @@ class Cache(ABC):
         """Return the size, in numbers, of block number `layer`'s cache on a rank of a tp group of `tp` ranks."""
 
     def select_texts(self, text_B: Tensor) -> None:
-        """Keep the cache of the texts with these indices only, when others have ended."""
+        """Keep the cache of the texts with these indices only, in this order, when others have ended."""
         for each in self.stored:
             each.select_texts(text_B)
 

@@ -64,7 +64,7 @@ MOST_SAMPLES, MICROBATCH_TOKENS = 64, 8192
 
 
 class Length(NamedTuple):
-    """Lengths of the data's chats, or of its pairs with both completions."""
+    """Lengths of the data's chats, or of its pairs: of both completions, each with the prompt."""
 
     tokens_D: np.ndarray
     """Tokens of each."""

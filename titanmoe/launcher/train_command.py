@@ -168,7 +168,8 @@ def parse_words(words: Sequence[str]) -> Request:
 def take_options(words: Sequence[str], *names: str) -> tuple[dict[str, str], list[str]]:
     """Take options with a value out of a command line, such as --top and --temperature.
 
-    Returns their values as text, by the option's name without dashes; and the other words.
+    Returns their values as text, by the option's name without dashes, "" for a missing one and the last of several; and
+    the other words.
     """
     options, rest, words = {}, [], iter(words)
     for word in words:

@@ -133,7 +133,7 @@ NO_WORK = TrainingWork()
 
 
 def training_work(model: Model, tuning: Tuning) -> TrainingWork:
-    """Return the FLOPs of forward and backward, per token and per visible (query, key) pair of positions."""
+    """Return the FLOPs of forward and backward, per token and, by window, per visible (query, key) pair."""
     blocks, ends = training_flops(model, 1, tuning)
     per_token, per_pair = float(sum(ends)), {}
     for layer, (mixer, block) in enumerate(zip(mixers(model), blocks, strict=True)):

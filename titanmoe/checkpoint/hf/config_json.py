@@ -138,7 +138,8 @@ def describe_folder(folder: Path, dense: bool = False) -> ParsedConfig:
 def parse_config_json(config: dict[str, Any], source: str, dense: bool = False) -> ParsedConfig:
     """Translate the contents of a config.json to our [model].
 
-    Unknown keys raise nothing: the result lists them. Of a multimodal model only the text model is translated.
+    Keys that are not known here are listed in the result, not refused. Of a multimodal model only the text model is
+    translated.
 
     Args:
         config: the contents.

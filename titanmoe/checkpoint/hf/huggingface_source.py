@@ -139,10 +139,10 @@ class HuggingFaceSource:
         return problems
 
     def _tensor_problems(self) -> list[str]:
-        """Return an error line for each missing, unexpected or misshapen tensor, unequal copy, and mix of dtypes.
+        """Return error lines: missing, unexpected and misshapen tensors, unequal copies, mixed dtypes, wrong depth.
 
-        A mix is experts of one weight in several dtypes. Only copies' values are read. Tensors that are left out on
-        purpose go to `skipped`.
+        Dtypes are mixed if experts of one weight differ in theirs; depth is the number of layers. Only copies' values
+        are read. Tensors that are left out on purpose go to `skipped`.
         """
         in_files = {name: shape for name, (shape, _) in self.weights.tensors.items()}
         in_files |= {name: self.weights.folder.tensors[name].shape for name in self.weights.unused}

@@ -57,7 +57,10 @@ def effective_fields(model: Model) -> dict[str, Any]:
 
 
 def differing_fields(a: Model, b: Model) -> list[str]:
-    """Return the names, as in `effective_fields`, of the fields of `a` by which it computes something else than `b`."""
+    """Return the names, as in `effective_fields`, of the fields by which `a` computes something else than `b`.
+
+    Fields of [model.own] that only the family of `b` has are not compared.
+    """
     left, right = effective_fields(a), effective_fields(b)
     return [name for name in left if left[name] != right.get(name)]
 

@@ -100,7 +100,7 @@ def _has_chats(path: str) -> bool:
 
 
 def completions_in_manifest(manifest: Mapping[str, Any]) -> int:
-    """Return `completions_per_prompt` in a manifest of token shards, which older manifests call "answers"."""
+    """Return `completions_per_prompt` in a manifest of token shards, "answers" in older ones; 1 without either."""
     return manifest.get("completions_per_prompt", manifest.get("answers", 1))
 
 
