@@ -152,6 +152,8 @@ class Row(NamedTuple):
 def make_rows(name: str, length: int, cp: int, window: int, model: Model) -> Iterator[Row]:
     """Yield two rows for each kind of context parallelism: of the blocks that our attention and flex_attention compute.
 
+    Beside the mask's FLOPs they have those of a causal mask. Bytes read are counted for our attention only.
+
     Raises SystemExit if the mask's own count of pairs is not that of `count_pairs`.
 
     Args:

@@ -107,8 +107,11 @@ def run_slurm(args: argparse.Namespace) -> int:
 def job_script(args: argparse.Namespace) -> str:
     """Return the text of a job script for sbatch. With --print-config, prints the config and exits.
 
-    `args` has the options that `add_slurm` defines, and `overrides`, the words of the recipe and its overrides. Raises
-    ConfigError if the ranks do not fill nodes, or the recipe or its mapping cannot run.
+    `args` has the options that `add_slurm` defines, and `overrides`, the words of the recipe and its overrides. With
+    --check the job compares the cluster with one rank before it trains.
+
+    Raises:
+        ConfigError: the ranks do not fill nodes, options lack another one, or the recipe or its mapping cannot run.
     """
     from titanmoe.train.launch import with_ranks_per_node
 

@@ -135,7 +135,8 @@ def _flags(names: Iterable[str], tuning: Tuning) -> tuple[bool, ...]:
 def _block(key: ModelKey, tp: int, layer: int, tuning: Tuning) -> WeightUnit:
     """Return the unit of block `layer` on a rank, after tp, adapters included and routed experts left out.
 
-    The router is among its replicated tensors, the shared expert among those that FSDP shards.
+    The router is among its replicated tensors, the shared expert among those that FSDP shards. `tuning` decides which
+    adapters it has, and which of its tensors are frozen.
     """
     model, mixer, experts = key.model, key.mixers[layer], has_experts(key.model, layer)
     splits, router = tensors.block_splits(model, mixer, experts, tp), tensors.router_splits(model) if experts else {}

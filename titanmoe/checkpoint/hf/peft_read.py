@@ -469,5 +469,10 @@ def unsupported_settings(settings: Mapping[str, Any]) -> list[str]:
 
 
 def read_peft(path: Path, model: Model) -> Adapters:
-    """Read a PEFT folder as adapters of a model; ConfigError with everything that is not plain LoRA or does not fit."""
+    """Read a PEFT folder as adapters of a model, with their [lora] settings; most tensors are read later.
+
+    Raises:
+        ConfigError: with everything that is not LoRA (with rsLoRA's scale or not), targets what [lora] cannot, such as
+            routers, differs between adapters in rank or alpha, or does not fit the model.
+    """
     return _Reader(path, model).adapters()
