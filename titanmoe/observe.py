@@ -80,7 +80,7 @@ class Observer:
         """
 
     def updated(self, step: int) -> None:
-        """Note that the optimizer has updated the weights."""
+        """Note that the optimizer has updated the weights, as it has not in a skipped step."""
 
     def event(self, step: int, kind: str, text: str, **more: Any) -> None:
         """Note an event, which a line of events.jsonl records.
@@ -128,7 +128,7 @@ def _call_all(hear: list[Callable[..., None]]) -> Callable[..., None]:
 
 
 def _call_all_regions(hear: list[Callable[[str], Any]]) -> Callable[[str], AbstractContextManager[None] | None]:
-    """Return a function from a region's name to one context that enters those of several observers, or to None."""
+    """Return a function from a region's name to a context that enters all observers' contexts, or to None if none."""
 
     @contextmanager
     def together(contexts: list[AbstractContextManager[None]]) -> Iterator[None]:

@@ -99,7 +99,8 @@ class Linear(nn.Module):
 
         Args:
             x: input.
-            pass_on: whether to return the pair (product, x), where x is for the next product of the same input.
+            pass_on: whether to return the pair (product, x), where x is for the next product of the same input
+                (`product_and_input`).
             rows: the rows (outputs) of this rank's shard to multiply by; None for all.
         """
         weight, bias = local_rows(self.weight, rows), None if self.bias is None else local_rows(self.bias, rows)

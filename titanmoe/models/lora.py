@@ -119,7 +119,8 @@ class AdaptedLinear(Linear):
 
         Args:
             x: input.
-            pass_on: whether to return the pair (result, x), where x is for the next product of the same input.
+            pass_on: whether to return the pair (result, x), where x is for the next product of the same input
+                (`product_and_input`).
             rows: the rows (outputs) of W and B to use; None for all.
         """
         if not pass_on:
@@ -152,8 +153,8 @@ class AdaptedExperts(Experts):
         """Return gate and up of the routed tokens, adapters included: (R, F) each.
 
         Args:
-            multiplier: multiplies routed tokens by their experts' matrices. Its `index_R` is set to the tokens' global
-                indices, or None without dropout.
+            multiplier: multiplies routed tokens by their experts' matrices. This method sets its `index_R` to the
+                tokens' global indices, or None without dropout.
             x_RD: the routed tokens, sorted by expert, with their indices in further columns if there is dropout.
         """
         weights = self.hidden_weights()

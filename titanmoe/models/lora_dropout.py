@@ -89,7 +89,7 @@ class InputDropout(nn.Module):
         self.key.fill_(counter_rng.key("dropout", self.seed, step, self.name))
 
     def forward(self, x: Tensor, index: Tensor, rank: int) -> Tensor:
-        """Return x with elements dropped, and the others divided by 1 - rate, which is rounded to a multiple of 2^-16.
+        """Return x with elements dropped and the others divided by 1 - rate, the rate rounded to a multiple of 2^-16.
 
         It drops in evaluation too: adapters call it in training only.
 

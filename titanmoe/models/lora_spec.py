@@ -120,7 +120,8 @@ def of_routers(patterns: list[str]) -> Iterator[Violation]:
 def contradictions(config: Config, tuning: Tuning, shapes: Mapping[str, Shape]) -> Iterator[Violation]:
     """Yield a Violation for training.freeze, for moe.expert_dtype except "compute", and for a rank that is too high.
 
-    Call it for a recipe with adapters. At most one rank is named. `shapes` are those of all parameters, by name.
+    Call it for a recipe with adapters. Too high is a rank that exceeds the smaller side of every matrix that it is for;
+    at most one is named. `shapes` are those of all parameters, by name.
     """
     lora = config.lora
     yield from _high_rank(config, tuning, shapes)
@@ -142,8 +143,8 @@ def contradictions(config: Config, tuning: Tuning, shapes: Mapping[str, Shape]) 
 def _high_rank(config: Config, tuning: Tuning, shapes: Mapping[str, Shape]) -> Iterator[Violation]:
     """Yield at most one Violation: a rank in [lora] that exceeds the smaller side of every matrix that it is for.
 
-    A rank that exceeds that of some of the matrices alone is allowed. lora.rank is looked at first.
-    `shapes` are those of all parameters, by name.
+    A rank that exceeds that of some of the matrices alone is allowed. lora.rank is looked at first, lora.experts_rank
+    second. `shapes` are those of all parameters, by name.
     """
     for field, rank, of_experts in (
         ("lora.rank", tuning.rank, False),

@@ -65,7 +65,8 @@ class SequenceSegments(NamedTuple):
         It is 0 for the first segment of a sequence.
 
         Args:
-            M_RHkk: factor of the change S -> M S + gain that each of this rank's segments makes to a state S.
+            M_RHkk: factor of the change S -> M S + gain that each of this rank's segments makes to a state S; 0 if a
+                document begins in the segment.
             gain_RHkv: summand of that change.
         """
         widths = [x.shape[-1] for x in (M_RHkk, gain_RHkv)]
@@ -79,7 +80,7 @@ class SequenceSegments(NamedTuple):
     def _gather(self, x_R: Tensor) -> list[Tensor]:
         """Return x of each segment of the sequence, (B, ...), in the sequence's order. Collective over the group.
 
-        `x_R` has this rank's segments, (R, ...).
+        Differentiable. `x_R` has this rank's segments, (R, ...).
         """
         gathered = all_gather_autograd(x_R.unflatten(0, (-1, len(self.local))), 1, self.group).unbind(1)
         return [gathered[self.order.index(n)] for n in range(len(self.order))]

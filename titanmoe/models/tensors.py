@@ -113,7 +113,7 @@ VOCABULARY = ("embed.weight", "head.weight")
 def edge_splits(model: Model, first: bool = True, last: bool = True) -> dict[str, Split]:
     """Return the full shape, and the dim that tp shards, of a stage's parameters outside blocks, by name.
 
-    A tied head is among them.
+    A tied head is among them, also beside its embedding.
 
     Args:
         first: whether the stage begins with the embedding.

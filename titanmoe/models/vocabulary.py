@@ -170,7 +170,10 @@ class HeadOutput(NamedTuple):
 
     @classmethod
     def of(cls, output_NBS: Tensor) -> HeadOutput:
-        """Split the head's output: N = 1 is the loss, N = 2 loss and entropy, a larger N the loss and N - 1 classes."""
+        """Split the head's output: N = 1 is the loss, N = 2 loss and entropy, a larger N the loss and N - 1 classes.
+
+        Not for teacher mode, whose output has no loss.
+        """
         return cls(*output_NBS) if len(output_NBS) < 3 else cls(output_NBS[0], classes_CBS=output_NBS[1:])
 
 
@@ -249,8 +252,8 @@ class Head(Vocabulary):
             x_BsD: hidden states of the tokens that this rank owns.
             labels_BS: ids to predict, IGNORE where there is none.
             mtp: hidden states of multi-token prediction, already normed, or a function that computes them from this
-                head's normed hidden states; and their labels. Their losses (B, S) are returned second. Not used without
-                labels, or for candidates and top-k.
+                head's normed hidden states; and their labels. Their losses (B, S) are returned second. Not used,
+                so that there is no pair, without labels, for candidates and top-k, or if all stages share the head.
             candidates_BSK: ids whose log-probabilities to return, if the head has candidates.
         """
         normed_BsD = self.norm(x_BsD)
@@ -273,7 +276,8 @@ class Head(Vocabulary):
 
         With K candidates it is the loss, then log-probabilities of the candidates and of all other ids together; these
         are 0 if no candidates are given, as in validation. With top-k it is the K ids, as floating-point numbers, then
-        K + 1 log-probabilities. `loss_temperature` and `with_entropy` are not used, and `ids` only without candidates.
+        K + 1 log-probabilities. `loss_temperature` and `with_entropy` are not used, and `ids` only for the loss without
+        given candidates.
 
         Args:
             normed_BsD: normed hidden states of the tokens that this rank owns.

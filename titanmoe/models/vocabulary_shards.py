@@ -73,10 +73,10 @@ class VocabularyShards(nn.Module):
         self.tie()
 
     def forward(self, x: Tensor, tokens: Tokens, labels_BS: Tensor | None = None) -> Tensor:
-        """Return this stage's summand of the embeddings of ids x (B, S), or with labels statistics (K, T) of logits.
+        """Return this stage's summand (B, s, D) of the embeddings of ids x (B, S), or with labels statistics (K, T).
 
-        Collective over tp. With labels x are normed hidden states (B, s, D). `tokens` tells hooks the microbatch, as in
-        a stage's forward.
+        Collective over tp. With labels x are normed hidden states (B, s, D), and the statistics are those of the logits
+        (`Head.statistics`). `tokens` tells hooks the microbatch, as in a stage's forward.
         """
         return self.embed(x) if labels_BS is None else self.head(x, labels_BS)
 

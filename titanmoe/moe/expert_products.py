@@ -79,7 +79,7 @@ class ExpertProducts:
         recomputes the layer, the first of the results is uninitialized memory, since nothing reads it.
 
         Args:
-            weights: the experts' weights, such as w2.
+            weights: the experts' weights: w2, and perhaps an adapter's A, whose rank then stands for D.
             add: a function that adds the gradient of the first of the weights to a sum over microbatches, so that
                 autograd gets none for it.
         """

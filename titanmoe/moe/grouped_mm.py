@@ -2,7 +2,7 @@
 
 Three of each, for the same numbers: by torch's grouped product, by a loop over experts, and by one batched product if
 all experts have the same number of tokens. `titanmoe.moe.expert_products` chooses among them. `Groups` has the number
-of each expert's tokens; gradients of a weight come from `grad_RD`, that of the product's output, and its input.
+of each expert's tokens. The gradient of a weight in y = h w^T is grad^T h, with `grad_RD` that of y.
 
 Shapes: R routed tokens sorted by local expert, e local experts, D model, F this rank's hidden width of an expert; H
 weights side by side, N = H * F.

@@ -158,7 +158,7 @@ class StepCounts(nn.Module):
 
         Args:
             microbatch: the index of the microbatch in the pass, a scalar.
-            count_BE: how often each sample's tokens chose each expert.
+            count_BE: how often each sample's tokens chose each expert; their sum over samples is written.
         """
         count_1E = count_BE.sum(0, keepdim=True, dtype=torch.float64)
         self.counts_MX[:, : self.layout.num_experts].index_copy_(0, microbatch.view(1), count_1E)

@@ -66,8 +66,8 @@ def assign_slots(
         chosen_TK: each token's chosen experts; E for no expert.
         order_C: the choices sorted by expert, from `sort_by_expert`.
         count_E: the number of choices of each expert.
-        slots_per_expert: the number of slots of each expert; 0 for as many as it has choices.
-        num_slots: the number of slots of the buffer.
+        slots_per_expert: the number of slots of each expert, no fewer than its choices; 0 for as many as these.
+        num_slots: the number of slots of the buffer, which have to suffice.
 
     Returns:
         The choice in each slot (S,), C in an empty one; and the slots of each choice (C, X), `num_slots` for no expert.

@@ -164,7 +164,7 @@ class GatedDeltaSpec(MixerSpec):
         return (batch.positions * (convolved + gates) + batch.segments * segment) // batch.tp
 
     def divided(self, config: Config) -> dict[str, dict[str, int]]:
-        """Return the number of key heads, which tp must divide; value heads are a multiple of it."""
+        """Return {"tp": {option: number of key heads}}: tp must divide it, and value heads are a multiple of it."""
         return {"tp": {f"{OWN}.linear_key_heads": Heads.of(config.model).keys}}
 
     def contradictions(self, config: Config) -> Iterator[Violation]:

@@ -111,7 +111,10 @@ class GroupedQuery(MixerSpec):
         return output + X * (query + keys) * w + batch.mask + inner + gate
 
     def divided(self, config: Config) -> dict[str, dict[str, int]]:
-        """Return the numbers of query heads, which tp must divide, and of key heads, of which it may be a multiple."""
+        """Return the numbers of query heads and of key heads, as {"tp": {option: number}}.
+
+        tp must divide the former; of the latter it may also be a multiple.
+        """
         model = config.model
         return {"tp": {"model.num_heads": model.num_heads, "model.num_kv_heads": Replicable(model.num_kv_heads)}}
 

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 Shape = tuple[int, ...]
 Split = tuple[Shape, int | None]
-"""Shape of a tensor, and the dim that tp shards; None if it is replicated."""
+"""Full shape of a tensor, and the dim that tp shards; None if it is replicated."""
 
 
 def elements(tensors: Iterable[Split]) -> int:
-    """Return the number of elements of all tensors together."""
+    """Return the number of elements of all full tensors together."""
     return sum(prod(shape) for shape, _ in tensors)
 
 
@@ -234,9 +234,10 @@ class MixerSpec(Spec, ABC):
             )
 
     def build(self, model: Model, layer: int, dtype: torch.dtype, kernels: str) -> nn.Module:
-        """Build the mixer's torch module for the block with the number `layer`. Its parameters have no values yet.
+        """Build the mixer's torch module, of the class that `implementation` names. Its parameters have no values yet.
 
         Args:
+            layer: number of the block.
             dtype: of the parameters.
             kernels: moe.kernels: "auto" for Triton kernels on GPUs, "triton" or "torch" for one everywhere.
         """

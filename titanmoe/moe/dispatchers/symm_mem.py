@@ -103,7 +103,7 @@ class SymmetricExchange(NamedTuple):
 
         Returns:
             The slots of the receive buffer (R, D), sorted by expert; their routing weights (R, 1); and the number of
-            each expert's slots (e,), its unused ones included.
+            each expert's slots (e,), its unused ones included. Slots after the last expert's belong to none.
         """
         return self.x_RD, self.weights_R1, self.slots_e
 

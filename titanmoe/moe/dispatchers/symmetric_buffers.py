@@ -114,7 +114,10 @@ def allocate_shared(
 def _allocate_on_gpus(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup
 ) -> tuple[Tensor, Any]:
-    """Allocate a buffer in torch's symmetric memory of CUDA, as `allocate_shared` does; its contents are undefined."""
+    """Allocate a buffer in torch's symmetric memory of CUDA, with undefined contents. Collective over the world.
+
+    It is `allocate_shared` on GPUs.
+    """
     buffer, problem = None, ""
     try:
         if symm_mem.get_backend(device) != "CUDA":
