@@ -42,7 +42,7 @@ def group_advantages(
         eps: added to the standard deviation.
 
     Returns:
-        Float64 numbers (N,), 0 in a group of equal rewards.
+        Float64 numbers (N,), 0 in a group of equal rewards or of one sample.
 
     Raises:
         ConfigError: a reward is not finite, or their number is not that of the groups.
@@ -171,7 +171,7 @@ class PolicyLoss:
     def importance(self, batch: Batch) -> Tensor:
         """Return at each label, (B, L), the old policy's probability over the generator's, at most `truncation`.
 
-        Only if `truncation` is set: with 0 all are 0. The batch needs the columns "old" and "generator".
+        Only for `truncation` above 0, since 0 means no such weight. The batch needs the columns "old" and "generator".
         """
         column = batch.extra_fields
         apart_BL = (column["old"] - column["generator"]).where(batch.labels_BS != IGNORE, 0)
@@ -180,7 +180,7 @@ class PolicyLoss:
         return apart_BL.exp().clamp(max=self.truncation)
 
     def divergence(self, log_p_BL: Tensor, batch: Batch) -> Tensor:
-        """Return at each label, (B, L), the estimate (`estimator`) of the divergence from the reference model.
+        """Return at each label, (B, L), the estimate of the divergence from the reference model: "k1" or "k3".
 
         `log_p_BL` has each label's log-probability under the model. The batch needs the column "reference".
         """
@@ -235,7 +235,7 @@ class PolicyLoss:
 
 
 def _with_old(batch: Batch, log_p_BL: Tensor) -> Batch:
-    """Return the batch with the column "old": its own, or else these log-probabilities, which the caller detaches."""
+    """Return the batch with the column "old": its own, or else these log-probabilities, which have to be detached."""
     return batch._replace(extra_fields={"old": log_p_BL} | batch.extra_fields)
 
 

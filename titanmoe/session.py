@@ -189,7 +189,7 @@ class Session:
             objective: name of an objective, "" for the recipe's, or a function that returns the loss of samples.
             divisor: count of the objective over the batch; None: its own, which is the number of labels for a function.
             per_data_rank: whether each data rank gives samples of its own (every rank a batch, possibly empty, not
-                None).
+                None; the ranks of a data rank the same).
 
         Raises:
             ConfigError: `divisor` is not above 0, or there is no such objective or no batch.
@@ -274,7 +274,7 @@ class Session:
             entropy: whether to return the entropy of the distribution of each label.
             routes: whether to return the experts that the routers choose.
             per_data_rank: whether each data rank gives samples of its own (every rank a batch, possibly empty, not
-                None), and gets the results of these alone.
+                None; the ranks of a data rank the same), and gets the results of these alone.
 
         Returns:
             What the samples of all ranks add to the step's loss and the objective's metrics; where asked for,
@@ -449,11 +449,12 @@ class Session:
             temperature: divides the logits.
             adapters: False for the weights under LoRA's adapters, as a reference model.
             per_data_rank: whether each data rank gives samples of its own (every rank a batch, possibly empty, not
-                None), and gets the results of these alone. Else every rank gets those of all samples.
+                None; the ranks of a data rank the same), and gets the results of these alone. Else every rank gets
+                those of all samples.
 
         Raises:
-            ConfigError: `temperature` is not above 0, a batch is missing, or the head returns a teacher's top-k ids
-                and cannot divide logits.
+            ConfigError: `temperature` is not above 0, a batch is missing, or the head returns a teacher's top-k ids,
+                and `temperature` is not 1 or fewer ids exist than model.vocab_size.
         """
         with nullcontext() if adapters else without_adapters(self.training.stages):
             return self._forward(batch, temperature, per_data_rank, routes=False).log_probs
@@ -467,11 +468,12 @@ class Session:
             batch: the samples, the same on all ranks or given on one with None on the others.
             temperature: divides the logits.
             per_data_rank: whether each data rank gives samples of its own (every rank a batch, possibly empty, not
-                None), and gets the results of these alone. Else every rank gets those of all samples.
+                None; the ranks of a data rank the same), and gets the results of these alone. Else every rank gets
+                those of all samples.
 
         Raises:
-            ConfigError: `temperature` is not above 0, a batch is missing, or the head returns a teacher's top-k ids
-                and cannot divide logits.
+            ConfigError: `temperature` is not above 0, a batch is missing, or the head returns a teacher's top-k ids,
+                and `temperature` is not 1 or fewer ids exist than model.vocab_size.
         """
         result = self._forward(batch, temperature, per_data_rank, routes=True)
         return result.log_probs, result.routes

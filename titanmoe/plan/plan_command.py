@@ -298,7 +298,7 @@ def _read_recipe(args: argparse.Namespace) -> tuple[Config, list[str]]:
 
 
 def _left_out(config: Config, reference: bool) -> Iterator[str]:
-    """Yield what the plan of a recipe leaves out; `reference`: whether a frozen copy of the model lies beside it."""
+    """Yield what the plan of a recipe leaves out; with `reference` the time of a frozen copy of the model, too."""
     from titanmoe.fold.pipeline_schedules import splits_backward
 
     moe = config.moe

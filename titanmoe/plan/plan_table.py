@@ -196,7 +196,7 @@ def generation_lines(generator: GeneratorPlan, rl: RL) -> list[str]:
 
 
 def mapping_tables(config: Config) -> list[str]:
-    """Return the tables of a recipe that have the mappings of generating and training, as indented lines."""
+    """Return the TOML tables of a recipe that have the mappings of generating and training, as indented lines."""
     axes, experts = config.parallelism, config.parallelism.experts
     tables = {
         "generation.parallelism": vars(config.generation.parallelism),

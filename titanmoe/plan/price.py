@@ -112,6 +112,7 @@ class Pricer(WeightCosts):
         Layers are divided among stages as the stack divides them.
 
         Args:
+            stages: number of stages, of all pipeline ranks together.
             every: activation_checkpoint.every: layers 0, every, 2 * every and so on count as recomputed.
             uneven: pipeline.layers_per_stage.
             shared: whether all stages share the vocabulary.
@@ -256,13 +257,13 @@ class Pricer(WeightCosts):
         return seconds + self.matrices(config, fold)
 
     def dispatch_choice(self, config: Config, fold: Fold, m: int, stages: int) -> DispatchChoice:
-        """Return the recipe's dispatcher, and how its overlap hides messages: by halves, or a fraction by pairs.
+        """Return moe.dispatcher as it is, and how moe.overlap hides messages: by halves, or a fraction by pairs.
 
         Pairs hide nothing without a pipeline or with a schedule file.
 
         Args:
             m: microbatches of a step: the more, the more of them are in pairs.
-            stages: stages of all pipeline ranks: the more MoE layers in each, the more a pair hides.
+            stages: stages of all pipeline ranks: the fewer, the more MoE layers are in each, and the more a pair hides.
         """
         hidden = 0.0
         if config.moe.overlap == "pairs" and fold.pp > 1 and not config.pipeline.schedule_csv:
@@ -319,7 +320,7 @@ class Pricer(WeightCosts):
     def least_weights_exposed(self, config: Config, fold: Fold, busy: float) -> float:
         """Return a lower bound of the seconds that messages of weights and gradients add to a step.
 
-        Slower ranks hide more of them, but no more than they take longer.
+        It may be added to the least time of the microbatches: a slower rank hides no more than it takes longer.
 
         Args:
             config: the recipe, with the reshard_after_forward that gathers weights least often.

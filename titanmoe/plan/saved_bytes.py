@@ -192,7 +192,7 @@ def mode_of(config: Config, layer: int) -> str:
 
 
 def dropped_bytes(s: Widths, layer: int, prefix: str) -> int:
-    """Return the bytes that dropout of adapters' inputs saves in a block: each adapter's input, and what was dropped.
+    """Return the bytes that dropout before adapters saves in a block: each adapter's input after it, and the mask.
 
     Args:
         prefix: first part of the adapters' names, "attention." or "moe.experts.", or "" for all others.

@@ -62,7 +62,7 @@ class PricedMapping:
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step, with its completions."""
+        """Seconds of a step, with [rl] those of generating its completions included."""
         return self.price.step + (self.generator.seconds if self.generator else 0.0)
 
     def beside(self, generator: GeneratorPlan | None) -> PricedMapping:
@@ -328,10 +328,10 @@ def head_excess(config: Config, fold: Fold) -> float:
 
 
 def _reshards(config: Config, candidate: Candidate, edp: int) -> list[str]:
-    """Return the values of reshard_after_forward to price: the recipe's alone unless that is "auto".
+    """Return the values of reshard_after_forward to price: the recipe's, and with "auto" also those that may differ.
 
     Args:
-        edp: data ranks that share an expert.
+        edp: data ranks that share an expert; only if it is 1 can "always" differ from "auto" without a pipeline.
     """
     if config.parallelism.reshard_after_forward != "auto":
         return [config.parallelism.reshard_after_forward]

@@ -127,7 +127,7 @@ class ModelKey:
 
 
 def _flags(names: Iterable[str], tuning: Tuning) -> tuple[bool, ...]:
-    """Return whether each of the parameters `names`, such as "embed.weight", is frozen; () if all are trained."""
+    """Return whether each of the parameters `names` is frozen; () if `tuning` freezes nothing in the model."""
     return () if tuning.trains_all else tuple(map(tuning.freezes, names))
 
 

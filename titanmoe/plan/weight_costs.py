@@ -88,8 +88,8 @@ class WeightCopies:
     def reduce(self, unit: WeightUnit, ranks: int) -> int:
         """Return the bytes that one reduction of a unit's gradients reads and writes on a device, besides its message.
 
-        Gradients are copied into the message and, on one rank, out of it; cast to the stored dtype; and added to the
-        sum of earlier microbatches.
+        Gradients are copied into the message and, if `ranks` is 1, out of it; cast to the stored dtype; and added to
+        the sum of earlier microbatches.
         """
         trained = unit.trained
         shard, width = trained.sharded_size(ranks), self.reduced if self.pipelined else self.computed
@@ -220,7 +220,7 @@ class WeightCosts(BlockCosts):
     def reduces_often(self, config: Config, fold: Fold) -> bool:
         """Return whether gradients are reduced for each microbatch, rather than once a step.
 
-        They are without a pipeline, unless parallelism.reduce_once says otherwise.
+        They are if there is neither a pipeline nor parallelism.reduce_once.
         """
         return fold.pp == 1 and not config.parallelism.reduce_once
 

@@ -126,7 +126,10 @@ class CodeSites(Observer):
             stack.pop()
 
     def is_in_region(self, name: str) -> bool:
-        """Return whether this thread is inside a region of that name, such as "dispatch". Call within `recording()`."""
+        """Return whether this thread is inside a region of that name, such as "dispatch". Call within `recording()`.
+
+        In backward the region of the forward operation does not count.
+        """
         return name in self._regions()
 
     def _regions(self) -> list[str]:

@@ -56,7 +56,7 @@ class RehearsedBuffers(SymmetricBuffers):
         """Return whether the step must be repeated because a receive buffer overflows under the assumed routing.
 
         It is computed from the routing of all ranks of the stage, because fake tensors never set the overflow flag, so
-        `ranks` is not used. False while `counts` is None, and if the rank is alone in its dispatch group.
+        `ranks` is not used. False before the first step, and if the rank is alone in its dispatch group.
         """
         if self.counts is None or self.group.size == 1:
             return False

@@ -31,7 +31,7 @@ MIN_RANKS_PER_PROCESS = 4
 def corners(fold: Fold) -> list[int]:
     """Return the ranks that stand for a large world, ascending.
 
-    They are the first rank of every stage and, in the first and last stage, the last rank along every axis.
+    They are the first rank of every stage and, in the first and last stage, the last along every axis of both views.
     """
     firsts = range(0, fold.world, fold.stage)
     ends = {
@@ -124,9 +124,9 @@ def split_mismatches(rehearsals: list[Rehearsal]) -> Iterator[str]:
     """Yield an error message where a rank sends a number of routed tokens that the receiver does not expect.
 
     All ranks of a stage are checked, rehearsed or not, by running dispatchers under the assumed routing. Backward swaps
-    the two sides, so forward alone is checked. If all layers have the same routing, all microbatches of one layer of
-    one stage are enough; otherwise every layer is checked, in the first microbatch. Of groups whose ranks choose the
-    same experts one is enough.
+    the two sides, so forward alone is checked. If all layers have the same routing, one layer of the whole model is
+    enough, in all microbatches; otherwise every layer is checked, in the first microbatch. Of groups whose ranks choose
+    the same experts one is enough.
     """
     checked_kinds: set[int] = set()
     checked_groups: set[bytes] = set()

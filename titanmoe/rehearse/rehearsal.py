@@ -198,9 +198,9 @@ def _assume_routing(
 
 
 def _count_before_dropping(_: Any, inputs: tuple, out: Tensor) -> None:
-    """Set a capacity's output to its input in a forward hook, so that no token is dropped.
+    """Give a capacity's output the known integers of its input, in a forward hook, so that no token is dropped.
 
-    Real dropping depends on scores, which are unknown. The known integers of `inputs`' first entry become `out`'s.
+    Real dropping depends on scores, which are unknown.
     """
     known_integers.set_known(out, known_integers.known_values(inputs[0]))
 

@@ -226,7 +226,7 @@ def _move(
 def format_relayout(
     source: Config, destination: Destination, moves: list[RankMove], verdict: Verdict, hardware: str
 ) -> list[str]:
-    """Return the report of a rehearsed move as lines to print.
+    """Return the report of a rehearsed move as lines to print, with a row for each rank.
 
     Args:
         moves: bytes that each rank needs, receives and sends, by rank.

@@ -167,7 +167,9 @@ def count_choices(chosen_N: Tensor, experts: int) -> Tensor:
 
 
 def assign_choices(chosen_N: Tensor, ends: Tensor, experts: int, ep: int, etp: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute in plain PyTorch what the Triton kernel `assign_choices` does: give every choice a slot, by expert.
+    """Compute in plain PyTorch what the Triton kernel `assign_choices` does: give every choice etp slots.
+
+    Slots are sorted by the rank that they go to, then by expert.
 
     Args:
         chosen_N: The expert of each choice; `experts` for none.

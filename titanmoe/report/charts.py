@@ -396,7 +396,7 @@ def correlations(run: Run, task: str, quantity: str) -> tuple[list[float], list[
 
 
 def quiz_sheets(runs: list[Run], task: str) -> list[Sheet]:
-    """Return the charts of a quiz: the mean over the questions of each quantity, then the rank correlation of each.
+    """Return the charts of a quiz: of each quantity the mean, then the rank correlation with the last step.
 
     Charts without data are left out.
 

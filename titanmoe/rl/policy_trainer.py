@@ -98,11 +98,11 @@ class PromptLoader(NoLoader):
         return [Batch(ids_1S, ids_1S, torch.ones_like(ids_1S, dtype=torch.bool))]
 
     def report(self) -> dict[str, float]:
-        """Return {"rl.epoch": the number of times that all prompts have been taken}."""
+        """Return {"rl.epoch": how many times all prompts have been taken, a whole number}."""
         return {"rl.epoch": self.epoch}
 
     def header_rows(self) -> dict[str, str]:
-        """Return lines about the prompts for the header, by label."""
+        """Return a line for the header, by label: the numbers of prompts, held-out ones and completions of each."""
         prompts = self.prompts
         held_out = f", {len(prompts.held_out):,} held out" if prompts.held_out else ""
         return {"prompts": f"{len(prompts.trained):,}{held_out}; {self.completions} completions of each"}
@@ -151,7 +151,7 @@ class PolicyTrainer(Trainer):
             records=True,
             offloads=generation.offload_training,
         )
-        training.prepare = self._prepare
+        training.prepare = self._regenerated_row
         self.ending = Stop(generation.max_tokens, tuple(generation.stop), tokenizer.decode)
         self.rewards = Rewards(config.rl) if self.session.rank == 0 else None
         rl = config.rl
@@ -174,8 +174,11 @@ class PolicyTrainer(Trainer):
         self.coming = []  # of steps after the checkpoint that the run may have gone back to
         return super()._train()
 
-    def _prepare(self, training: Training) -> dict[str, str]:
-        """Return header lines by label: on rank 0 of a resumed run how many completions are generated again."""
+    def _regenerated_row(self, training: Training) -> dict[str, str]:
+        """Return a header line by label: on rank 0 how many completions after the checkpoint are generated again.
+
+        {} if there are none, and on other ranks. No file is changed.
+        """
         rounds = read_records(training.folder.path, ROUNDS) if self.session.rank == 0 else []
         # Rounds of earlier versions have "answers".
         numbers = [one.get("completions", one.get("answers", 0)) for one in rounds if one["step"] > self.step]

@@ -32,7 +32,7 @@ between them."""
 
 
 def exact(completion: str, record: dict[str, Any]) -> float:
-    """Return 1 if the completion is the record's "solution", except for white space around it, else 0."""
+    """Return 1 if the completion is the record's "solution", except for white space around either, else 0."""
     return float(completion.strip() == str(record["solution"]).strip())
 
 

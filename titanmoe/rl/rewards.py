@@ -243,7 +243,7 @@ class _Worker:
         return line
 
     def _read(self, deadline: float) -> None:
-        """Add what the process has written to `unread`, waiting if there is nothing.
+        """Add what the process has written to `unread`, waiting without limit if there is nothing.
 
         Raises _Failed if its output has ended or a line has more than LONGEST_REPLY bytes.
 
