@@ -63,7 +63,7 @@ class Router(nn.Module):
 
         Returns:
             Logits (T, E), scores (T, E), routing weights (T, K), chosen experts (T, K), E where a token is padding or
-            its given route has no expert, and counts of the router's own choices (B, E).
+            its given route is NO_EXPERT, and counts of the router's own choices (B, E).
         """
         logits_TE = self._logits(x_TD, tokens.index_T)
         follows = tokens.given_TNK is not None and self.takes_routes  # the kernel chooses and weights in one

@@ -119,7 +119,10 @@ class GroupedQuery(MixerSpec):
         return {"tp": {"model.num_heads": model.num_heads, "model.num_kv_heads": Replicable(model.num_kv_heads)}}
 
     def contradictions(self, config: Config) -> Iterator[Violation]:
-        """Yield a Violation for key heads that do not divide the heads, odd widths, and fields of latent attention."""
+        """Yield a Violation for key heads that do not divide the heads, wrong widths, and fields of latent attention.
+
+        model.head_dim must be even; rotary_dim must be even and less.
+        """
         model = config.model
         heads, kv_heads = model.num_heads, model.num_kv_heads
         if heads % kv_heads:

@@ -153,7 +153,7 @@ class MixerSpec(Spec, ABC):
         return {}
 
     def qk_clip_rows(self, model: Model) -> dict[str, ClippedRows]:
-        """Return which rows of which parameters QK-Clip scales, by parameter name.
+        """Return which rows of which parameters QK-Clip scales, by name within the mixer.
 
         Empty for a mixer on which QK-Clip has no effect: a recipe that asks for it is refused.
         """
