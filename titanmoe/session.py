@@ -377,7 +377,8 @@ class Session:
         """Make the head divide logits by a temperature inside the context, and return entropies if asked for.
 
         Raises:
-            ConfigError: the temperature is not above 0, or the objective's head can do neither.
+            ConfigError: the temperature is not above 0, or the head can do neither, because training.objective reads a
+                teacher's top-k ids.
         """
         if not 0 < temperature < math.inf:
             raise ConfigError(f"temperature = {temperature} divides the logits: give more than 0, or 1 for none")
@@ -453,8 +454,8 @@ class Session:
                 those of all samples.
 
         Raises:
-            ConfigError: `temperature` is not above 0, a batch is missing, or the head returns a teacher's top-k ids,
-                and `temperature` is not 1 or fewer ids exist than model.vocab_size.
+            ConfigError: `temperature` is not above 0, a batch is missing, or training.objective reads a teacher's top-k
+                ids, and `temperature` is not 1 or fewer ids exist than model.vocab_size.
         """
         with nullcontext() if adapters else without_adapters(self.training.stages):
             return self._forward(batch, temperature, per_data_rank, routes=False).log_probs
@@ -472,8 +473,8 @@ class Session:
                 those of all samples.
 
         Raises:
-            ConfigError: `temperature` is not above 0, a batch is missing, or the head returns a teacher's top-k ids,
-                and `temperature` is not 1 or fewer ids exist than model.vocab_size.
+            ConfigError: `temperature` is not above 0, a batch is missing, or training.objective reads a teacher's top-k
+                ids, and `temperature` is not 1 or fewer ids exist than model.vocab_size.
         """
         result = self._forward(batch, temperature, per_data_rank, routes=True)
         return result.log_probs, result.routes

@@ -134,6 +134,7 @@ def table(result: Search, device: Device, world: int) -> list[str]:
 
     Args:
         result: a search that found at least one mapping.
+        world: number of ranks, which the heading names.
     """
     best, unfolded = result.best[0], result.best_unfolded
     together = ", by step and completions together" if best.generator else ""

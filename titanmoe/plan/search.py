@@ -140,7 +140,7 @@ class Search:
 
 
 def _illegal(config: Config, world: int) -> list[str]:
-    """Return why the config, or else its distillation.teacher under its mapping, cannot run on `world` ranks, or []."""
+    """Return why the config, or else its teacher under the config's mapping, cannot run on `world` ranks, or []."""
     return violations(config, world) or [*teacher_problems(config, world)]
 
 

@@ -202,7 +202,7 @@ class Sizes:
         return _block(self._key, self._tp, first, self.tuning)
 
     def experts_of(self, layer: int) -> WeightUnit:
-        """Return the unit of the experts of block `layer`, with the frozen tensors and adapters of that block."""
+        """Return the unit of the experts of MoE block `layer`, with the frozen tensors and adapters of that block."""
         return self.experts if self.tuning.trains_all else _experts(self._key, *self._of_experts, layer, self.tuning)
 
     @property
