@@ -223,7 +223,7 @@ class AttentionCosts(DispatchCosts):
 
         Keys and values pass from rank to rank. In backward their gradients pass too, in float32 and one step further,
         to reach the rank that owns them. Messages hide behind the attention of other shards. Copies and launches are
-        left out for stacks whose merging is hidden (`merges_ring`).
+        left out for stacks without `merges_ring`, whose merging is hidden.
 
         Args:
             query: elements of a rank's queries.
