@@ -122,7 +122,7 @@ def _calls(number: int, text: Any) -> list[dict[str, Any]]:
 def parse_tool_calls(number: int, message: Any) -> Any:
     """Return a message whose "tool_calls" are JSON text with the list in their place; any other message as it is.
 
-    Only the list is parsed: arguments of a call that are JSON text stay text.
+    Only the list is parsed: arguments of a call that are JSON text stay text. Blank text gives an empty list.
 
     Raises:
         ChatError: the text is not a list of calls in JSON; names the message by `number`.

@@ -272,7 +272,7 @@ def _make_shards(plan: ShardPlan, out: Path, workers: int, log: Callable[[str], 
 
     units = split_units(plan.sources, plan.job.shard_tokens)
     records = [_finished_records(plan, out, number) for number in range(len(units))]
-    todo = [number for number, unit_records in enumerate(records) if not (unit_records and unit_records[-1]["last"])]
+    todo = _unfinished(records)
     if any(records):
         log(f"resuming: {len(units) - len(todo)} of {len(units)} units are made")
     if todo:
@@ -280,9 +280,9 @@ def _make_shards(plan: ShardPlan, out: Path, workers: int, log: Callable[[str], 
         with ProgressMeter(sum(sizes), sum(sizes) - sum(sizes[n] for n in todo), log) as meter:
             run_workers(plan.job, [(n, units[n], records[n]) for n in todo], workers, meter)
         records = [_finished_records(plan, out, number) for number in range(len(units))]
-        if unfinished := sum(not (unit_records and unit_records[-1]["last"]) for unit_records in records):
+        if remaining := _unfinished(records):
             raise ConfigError(
-                f"{out}: {unfinished} of {len(units)} units are unfinished, though no process reported a problem: "
+                f"{out}: {len(remaining)} of {len(units)} units are unfinished, though no process reported a problem: "
                 "the same command resumes from the last finished shard"
             )
 
@@ -311,6 +311,11 @@ def _finished_records(plan: ShardPlan, out: Path, unit: int) -> list[dict[str, A
         if record["last"]:
             break
     return records
+
+
+def _unfinished(records: list[list[dict[str, Any]]]) -> list[int]:
+    """Return the numbers of the units whose finished shards, given by their records, do not include the last one."""
+    return [number for number, of_unit in enumerate(records) if not (of_unit and of_unit[-1]["last"])]
 
 
 def _manifest(plan: ShardPlan, made_from: dict[str, Any], records: list[dict[str, Any]]) -> dict[str, Any]:

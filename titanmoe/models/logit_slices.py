@@ -240,6 +240,9 @@ def _slices_backward(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of x and of the weight, for the cross-entropy and maybe the entropy (`backward_by_slices`).
 
+    Each is None if ctx does not want it. Logits are over `options.temperature`. Sends nothing: where ranks shard the
+    vocabulary, x's gradient is a partial sum.
+
     Args:
         row_T: row of each label in the shard; -1 if the label is not there.
         entropy_T: entropy of each token's distribution; None without.

@@ -289,7 +289,7 @@ def _given_samples(batch: Batch | None, model: Model) -> list[int | None]:
 
 
 def _from_any_rank(batch: Batch | None, given: list[int | None]) -> Batch:
-    """Return on all ranks a batch that some ranks have, that of the first of these. Collective over the world.
+    """Return on all ranks a batch that some ranks have: the first of them broadcasts it. Collective over the world.
 
     If every rank has one, each returns its own, and nothing is sent or compared.
 
