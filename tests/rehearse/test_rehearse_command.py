@@ -35,7 +35,8 @@ def refused(capsys: pytest.CaptureFixture, *argv: str, config: str = DEBUG) -> s
 
 def test_a_table_and_the_same_as_json(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     file = tmp_path / "rank.json"
-    assert rehearse("--ranks", "4", "--rank", "3", "--json", str(file), *SMALL) == 0
+    skipped = ["--data.skip_steps", "1"]  # does not concern a rehearsal, which would find an empty step
+    assert rehearse("--ranks", "4", "--rank", "3", "--json", str(file), *SMALL, *skipped) == 0
     text = capsys.readouterr().out
     (report,) = json.loads(file.read_text())["ranks"]
     assert (report["rank"], report["world"], report["hardware"]) == (3, 4, "h100")
